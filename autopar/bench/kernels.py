@@ -1,4 +1,4 @@
-"""The table of measured kernels, as Markdown."""
+"""Format measured kernels as a Markdown table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.kernels.timing import Row, Times
 
 
 def table(rows: Sequence[Row], device: str) -> str:
-    """The rows as Markdown, under what they were measured on."""
+    """The rows as Markdown, with the device and versions they were measured on."""
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, where the ops of each family run"
     head = (
         f"{name}, torch {torch.__version__}; us in the median, forward + backward\n\n"

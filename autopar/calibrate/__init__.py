@@ -1,1 +1,1 @@
-"""Measure a machine: a cluster file with what its collectives and ops really take."""
+"""Measure a machine: write a cluster file with the measured times of its collectives and ops."""

@@ -1,12 +1,9 @@
-"""What this machine does, measured while all ranks run.
+"""Measure this machine while all ranks run: collectives by axis and size, ops by size, optimizers, and overlap.
 
-Every collective on every mesh axis by size, every op by size, the optimizers, and how much of communication compute
-hides.
-
-Run by every rank of the job (`autopar calibrate`). The collectives are those that emitted programs call, with their
-packing, the ops are ATen code as emitted programs hold it; of a repetition the slowest rank counts, of repetitions the
-median. A call is repeated within a repetition until it has run for some milliseconds, a collective for many: ranks that
-share cores take turns.
+Every rank of the job runs it (`autopar calibrate`). The collectives are those that emitted programs call, with their
+packing, the ops are ATen code as emitted programs hold it. Of a repetition the slowest rank counts, and of repetitions
+the median. Within a repetition a call is repeated until it has run for some milliseconds, a collective for many more:
+ranks that share cores take turns.
 """
 
 from __future__ import annotations
@@ -35,9 +32,9 @@ from autopar.sharding.cluster import Cluster, Link, Timed
 from autopar.sharding.device import Device
 from autopar.sharding.mesh import DeviceMesh
 
-LASTS, HELD = 4e-3, 64 * 2**20  # seconds that a repetition takes at least, and bytes of results that it holds at once
-AHEAD_S = 2e-3  # of work that a GPU has in front of what is timed
-KEPT = 2**20  # bytes that an allocator on the host keeps at hand
+LASTS, HELD = 4e-3, 64 * 2**20  # least seconds of a repetition, and bytes of results that it holds at once
+AHEAD_S = 2e-3  # seconds of work that are queued on a GPU in front of what is timed
+KEPT = 2**20  # bytes that the host's allocator keeps for reuse
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -50,9 +47,9 @@ def calibrate(
     workloads: Sequence[Workload] = WORKLOADS,
     stages: Stages | None = None,
 ) -> Cluster:
-    """A profile of this machine, for meshes whose axes are as long and as far apart as those of `mesh`.
+    """A profile of this machine, equal on every rank, for meshes with axes as long and as far apart as those of `mesh`.
 
-    The same on every rank. `stages` say how far it is, and keep what was measured until the whole is.
+    `stages` reports progress, and keeps what was measured until all of it is.
     """
     stages = stages or Stages(out=io.StringIO())
     axes = bind_axes(mesh.to_torch(device))
@@ -97,9 +94,9 @@ def calibrate(
 
 
 def merged(base: Cluster, found: Cluster) -> Cluster:
-    """A cluster file with what was measured put into it, in the place of what it had measured of the same.
+    """A cluster file updated by what was measured; measurements of the same things are replaced.
 
-    What its device class reaches stays, for what nobody measured here.
+    The efficiency of its device class stays, for what nobody measured here.
     """
     collectives = {(m.kind, m.size, m.stride) for m in found.measured}
     ops = {(t.op, t.dtype) for t in found.timed}
@@ -115,11 +112,11 @@ def merged(base: Cluster, found: Cluster) -> Cluster:
 
 
 class Alone:
-    """Times what a rank does by itself while all of them do it.
+    """Times what each rank does by itself, while all of them do it.
 
-    Nobody waits for another, so that ranks which share cores always have rivals; on a CPU the clock is that of the
-    process, which stands while another rank has the core, and `crowding` says how much longer the wall's was meanwhile.
-    On a GPU it is the device's, which has work enough in front of it that it never waits for the host.
+    No rank waits for another, so that ranks which share cores always compete. On a CPU the clock is the process's,
+    which stops while another rank has the core, and `crowding` is the ratio of wall time to it. On a GPU it is the
+    device's, with enough work queued in front that it never waits for the host.
     """
 
     def __init__(self, device: str, repetitions: int) -> None:
@@ -178,7 +175,7 @@ class Alone:
 
 
 def _host_s(run: Callable[[], Any]) -> float:
-    """Seconds in which a call's kernels are started."""
+    """Seconds that the host takes to start a call's kernels."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
@@ -186,20 +183,20 @@ def _host_s(run: Callable[[], Any]) -> float:
 
 
 def give_back_memory() -> None:
-    """Let the host's allocator return to the system what it holds free, where it is one that can be asked."""
+    """Let the host's allocator return its free memory to the system, where it can be asked."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _nbytes(made: Any) -> int:
-    """Bytes of the tensors that a call gave."""
+    """Bytes of the tensors that a call returned."""
     given = made if isinstance(made, (list, tuple)) else (made,)
     return sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
 
 
 def _agreed(times: Sequence[float], crowding: float) -> list[float]:
-    """The seconds that all ranks take on average, by the wall's clock."""
+    """Wall-clock seconds, averaged over all ranks."""
     together = torch.tensor([*times, crowding], dtype=torch.float64)
     if dist.get_backend() == "nccl":
         together = together.cuda()
@@ -211,9 +208,9 @@ def _agreed(times: Sequence[float], crowding: float) -> list[float]:
 def _alone(
     mesh: DeviceMesh, device: str, repetitions: int, workloads: Sequence[Workload], stages: Stages
 ) -> tuple[tuple[Timed, ...], list[float]]:
-    """Every op and optimizer by size, and the figures of the device.
+    """Times of every op and optimizer by size, and the figures of the device.
 
-    Seconds of a product in each dtype, of a copy, of a small op.
+    These are seconds of a product in each dtype, of a copy, and of a small op.
     """
     ops = [(w, size, dtype) for dtype in _trained_in(device) for w in workloads for size in w.sizes_on(device)]
     steps = list(_optimizer_steps(mesh, device)) if workloads else []
@@ -254,9 +251,10 @@ def _trained_in(device: str) -> tuple[str, ...]:
 
 
 def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
-    """Optimizers by the elements of a parameter on a device, with their number, each made when it is asked for.
+    """Optimizers by the elements of a parameter on a device, as (name, elements, number of parameters, how to make it).
 
-    Parameters are DTensors, as in a parallel model; those of all together would fill a small GPU.
+    Parameters are DTensors, as in a parallel model. Each optimizer is made when it is timed, as all together would fill
+    a small GPU.
     """
     optimizers = {
         "adamw": torch.optim.AdamW,
@@ -280,9 +278,9 @@ def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, 
 
 
 def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> float:
-    """The share that takes no time of the shorter of a collective and compute that run at once.
+    """The share of the shorter of a collective and compute that is hidden when both run at once.
 
-    All of it where they share nothing, none where they share their cores.
+    1 where they share nothing, 0 where they share their cores.
     """
     x, y = torch.ones(2**20, device=device), torch.ones(*[_width(device)] * 2, device=device)
     (move,) = timed([lambda: STEPS["all_reduce"](x, axis)], device, repetitions)
@@ -303,7 +301,7 @@ def _width(device: str) -> int:
 
 
 def _of_device(device: str) -> tuple[list[Callable[[], Any]], int]:
-    """Products in each dtype, a copy of so many bytes, a small op."""
+    """Calls that measure the device: a product in each dtype, a copy, a small op; and the bytes of the copy."""
     width, copied = _width(device), 2**28 if device == "cuda" else 2**24
     squares = [torch.rand(width, width, device=device).to(getattr(torch, dtype)) for dtype in DTYPES]
     source, target, small = (

@@ -1,7 +1,7 @@
-"""What collectives of a machine take, on every axis of a mesh by size, and what any two of its ranks do.
+"""Time collectives on every axis of a mesh by size, and transfers between any two ranks.
 
-They are those that emitted programs call, with their packing. Of a repetition the slowest rank counts, of repetitions
-the median.
+The collectives are those that emitted programs call, with their packing. Of a repetition the slowest rank counts, and
+of repetitions the median.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # bytes of the whole tensor: those of a number and of 16, between which gloo's sums need more and more messages, then
 # 4 KiB to 16 MiB
 SIZES = (4, 64, *(4**k * 4096 for k in range(7)))
-TURNS_S = 60e-3  # that a repetition takes at least: many turns of the ranks that share a core, some milliseconds each
-PAIR_S = 4e-3  # the same of two ranks, of which there are many
+TURNS_S = 60e-3  # least length of a repetition: many turns of ranks that share a core, of some milliseconds each
+PAIR_S = 4e-3  # the same for two ranks, as there are many pairs
 WIDTH, BETWEEN = 256, 3  # products of that width, about two milliseconds, between a collective and the next
-LEAST_S = 1e-6  # of a collective: none is faster than a function that does nothing
+LEAST_S = 1e-6  # least seconds of a collective: none is faster than a function that does nothing
 
 Run = Callable[[], Any]
 
@@ -38,7 +38,7 @@ Run = Callable[[], Any]
 def of_axes(
     mesh: DeviceMesh, axes: Mapping[str, Axis], device: str, sizes: Sequence[int], repetitions: int, stages: Stages
 ) -> tuple[Measured, ...]:
-    """Every kind of collective on every axis that has several devices."""
+    """Measured times of every kind of collective on every axis that has several devices."""
     places = [(a, axis) for a, axis in enumerate(axes.values()) if axis.size > 1]
     asked = dict[tuple[str, tuple[int, ...]], list[Run]]()  # by kind and bytes, on each axis
     for kind in KINDS if places else ():
@@ -62,10 +62,7 @@ def _measured(mesh: DeviceMesh, axis: int, kind: str, times: dict[int, float]) -
 
 
 def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
-    """Latency in seconds and bytes/s with which a collective's formula is nearest to measured times.
-
-    By relative differences.
-    """
+    """Latency in seconds and bytes/s of a collective's formula, fitted to measured times by relative differences."""
     terms = []
     for size, taken in times.items():  # a formula is linear in its latency and in one over its bandwidth
         per_latency = float(seconds(kind, n=n, whole=0, latency=1.0, wire=1.0))
@@ -81,7 +78,7 @@ def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
 
 
 def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Callable[[], Any]]:
-    """Bytes of a tensor of about that size, and a collective of it."""
+    """Bytes of a tensor of about `size`, and a collective of it."""
     n = axis.size
     rows = max(1, round(size / 4 / n / n / 16))
     whole = (n * rows, n * 16)  # cut evenly either way
@@ -99,7 +96,7 @@ def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Cal
 
 
 def _share_cores(device: str) -> bool:
-    """Has any machine of the job fewer cores than threads that compute?"""
+    """Whether any machine of the job has fewer cores than threads that compute."""
     if device != "cpu":
         return False
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -109,16 +106,16 @@ def _share_cores(device: str) -> bool:
 
 
 def _in_rows(asked: Sequence[Sequence[Run]], device: str, repetitions: int, tick: Callable[[], None]) -> list[float]:
-    """Seconds of collectives, each given on all axes: of each a row of calls."""
+    """Seconds of collectives, given by axis, each from a row of calls."""
     return timed([run for by_axis in asked for run in by_axis], device, repetitions, tick)
 
 
 def _in_a_step(asked: Sequence[Sequence[Run]], device: str, repetitions: int, tick: Callable[[], None]) -> list[float]:
-    """The same as a step meets them, of ranks that share cores.
+    """Seconds of collectives as a step meets them, on ranks that share cores.
 
-    They come from their work one after the other, and who is there first waits; who waits on one axis is late on the
-    next. So there is work before each, and those of several axes are timed in turn too: what a turn takes longer than
-    its parts is shared out.
+    Ranks finish their compute one after the other, so the first waits; a rank that waits on one axis is late on the
+    next. So there is compute before each collective, and those of several axes are timed in turn too: the time by which
+    a turn exceeds its parts is shared out among them.
     """
     runs = [run for by_axis in asked for run in by_axis]
     square = torch.ones(WIDTH, WIDTH)
@@ -151,12 +148,11 @@ def timed(
     tick: Callable[[], None] = lambda: None,
     lasts: float = TURNS_S,
 ) -> list[float]:
-    """Seconds of one call of each, of what ranks do together, on the slowest rank.
+    """Seconds of one call of each of `runs`, which ranks make together, on the slowest rank; medians over rounds.
 
-    Medians of rounds, so that what else happens on the machine meets all of them alike.
-
-    Of a round all ranks start together, and each makes as many calls as outlast the turns of ranks that share cores:
-    a call alone takes a quarter to twice the time of one in a row, by whose turn it is.
+    Rounds go through all runs, so that other load on the machine meets all of them alike. In a round all ranks start
+    together, and each makes so many calls that they outlast the turns of ranks which share cores: a single call takes a
+    quarter to twice the time of one in a row, depending on the turns.
     """
 
     def once(run: Callable[[], Any], calls: int) -> float:
@@ -181,7 +177,7 @@ def timed(
 
 
 def wait(device: str) -> None:
-    """Return when a GPU has finished its queue; at once on a CPU."""
+    """Wait until a GPU has finished its queue; returns at once on a CPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -189,9 +185,9 @@ def wait(device: str) -> None:
 def pairs(
     device: str, small: int = 64, large: int = 2**22, repetitions: int = 5
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Latency in seconds and bytes/s between any two ranks, pair by pair.
+    """Latency in seconds and bytes/s between any two ranks, as two matrices by rank.
 
-    What `autopar.sharding.topology` makes a mesh of.
+    `autopar.sharding.topology` makes a mesh of them.
     """
     ranks, me = dist.get_world_size(), dist.get_rank()
     latency, bandwidth = ([[0.0] * ranks for _ in range(ranks)] for _ in range(2))

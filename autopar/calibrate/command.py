@@ -1,4 +1,4 @@
-"""What `autopar calibrate` does on each rank: measure, write the profile, and say what was found."""
+"""The work of `autopar calibrate` on each rank: measure, write the profile, and report it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def measure(
 ) -> str:
     """Calibrate as one rank, and return the text that rank 0 prints.
 
-    With `into`, a cluster by name or path, what is measured is put into it.
+    With `into`, a cluster by name or path, the measurements are merged into it.
     """
     base = Cluster.of(into) if into else None
     try:

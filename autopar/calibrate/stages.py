@@ -1,6 +1,6 @@
-"""The stages of a calibration: each is said while it goes on, and kept in a file until the whole has ended.
+"""Stages of a calibration: each reports its progress, and its figures are kept in a file until the end.
 
-A calibration that was stopped goes on behind the last stage that had ended, where it is asked for the same again.
+A calibration that was stopped continues after its last finished stage when it is asked for the same again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WIDTH = 30  # of a bar
 
 
 class Stages:
-    """Runs stages on all ranks; the first keeps their figures in a file, if it has one, and says how far they are."""
+    """Runs stages on all ranks; rank 0 keeps their figures in a file, if there is one, and reports progress."""
 
     def __init__(self, path: str | Path | None = None, about: str = "", out: IO[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
@@ -32,7 +32,7 @@ class Stages:
         self.known: dict[str, Figures] = box[0]
 
     def run(self, name: str, count: int, measure: Callable[[Tick], Figures]) -> Figures:
-        """The figures of a stage of so many steps, measured or known."""
+        """The figures of a stage of `count` steps, measured or known."""
         if name in self.known:
             self._say(f"{name}: measured before\n")
             return self.known[name]
@@ -44,13 +44,13 @@ class Stages:
         return self.known[name]
 
     def end(self) -> None:
-        """Remove the file: the whole is written elsewhere."""
+        """Remove the file, after all figures are written elsewhere."""
         if self.is_first and self.path is not None:
             self.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _bar(self, name: str, count: int) -> Iterator[Tick]:
-        """A function to call behind every step; a line is drawn anew where people look at it."""
+        """Yield a function to call after every step; on a terminal it redraws a progress bar."""
         done, is_seen = 0, self.out.isatty()
 
         def tick() -> None:
@@ -69,7 +69,7 @@ class Stages:
             self.out.flush()
 
     def _read(self) -> dict[str, Figures]:
-        """The stages that the file keeps, where they are of what is asked for."""
+        """The stages in the file, if they belong to what is asked for."""
         if self.path is None or not self.path.exists():
             return {}
         try:

@@ -1,8 +1,8 @@
-"""Whole steps of a small model, measured and predicted.
+"""Measure whole steps of a small model and compare them with their prediction.
 
-Kernels and collectives are measured one at a time, in loops whose operands are at hand. In a step they meet cold
-caches, ranks that are not quite as far, and the code around them. What all of that takes is seen on steps alone, of
-which there are two, for some of it grows with the work and some does not.
+Kernels and collectives are measured one at a time, in loops with warm caches. A step meets cold caches, ranks that are
+not quite as far, and the code around them. What all of that costs shows on whole steps alone; there are two of them, as
+some of it grows with the work and some does not.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.tracer.precision import Precision
 
 WARM = 2
-ROWS = 2, 8  # of a device, in the small step and in the large one
+ROWS = 2, 8  # per device, in the small step and in the large one
 ROUNDS = 3  # times the repetitions of a kernel: all else is multiplied by what steps take
 LEAST = 0.5  # of the seconds of ops alone: less than that is an error of the collectives
 
 
 class Reference(nn.Module):
-    """Tokens through blocks of two linear layers, to classes and their loss."""
+    """A small model: an embedding, blocks of two linear layers, a head, and the loss."""
 
     def __init__(self, width: int, blocks: int = 4, classes: int = 1024) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class Reference(nn.Module):
 
 
 def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetitions: int) -> tuple[float, float]:
-    """Seconds of a step's ops over their prediction, and the seconds of a step that do not grow with its ops.
+    """Measured seconds of a step's ops over their prediction, and the seconds of a step that do not grow with its ops.
 
-    The line through two steps of the reference, whose batch is cut over all devices. Their communication takes what
-    was measured of it: collectives are measured with all ranks running, in rows.
+    They are slope and height of the line through two steps of the reference, whose batch is cut over all devices. Its
+    communication counts as measured: collectives are measured with all ranks running, in rows.
     """
     made = [_step(mesh, device, cluster, rows) for rows in ROWS]
     taken = _slowest([step for step, *_ in made], device, ROUNDS * repetitions)
@@ -62,9 +62,9 @@ def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetition
 
 
 def line(few: float, least: float, many: float, most: float) -> tuple[float, float]:
-    """Slope and height of the line through (few, least) and (many, most), which takes something for every op.
+    """Slope and height of the line through (few, least) and (many, most), with a slope of at least `LEAST`.
 
-    And nothing less than nothing for none: where steps are not that regular, the line from there to the large one.
+    The height is not negative: where the line would be below zero, it goes through zero and the large step instead.
     """
     slope = max(LEAST, (most - least) / (many - few))
     height = most - slope * many
@@ -72,7 +72,7 @@ def line(few: float, least: float, many: float, most: float) -> tuple[float, flo
 
 
 def _step(mesh: DeviceMesh, device: str, cluster: Cluster, rows: int) -> tuple[Callable[[], None], float, float]:
-    """A step of the reference on so many rows a device, and what is predicted of its ops and of its communication."""
+    """A step of the reference with so many rows per device, and predicted seconds of its ops and communication."""
     torch.manual_seed(0)
     # on a GPU long enough that it does not wait for the host
     width, length = (4096, 2048) if device == "cuda" else (256, 64)
@@ -100,10 +100,7 @@ def _step(mesh: DeviceMesh, device: str, cluster: Cluster, rows: int) -> tuple[C
 
 
 def _slowest(steps: Sequence[Callable[[], None]], device: str, repetitions: int) -> list[float]:
-    """Seconds of steps of the slowest rank, the median of repetitions.
-
-    They take turns, so that noise meets all.
-    """
+    """Seconds of steps on the slowest rank, medians over repetitions; the steps take turns, so that noise meets all."""
     taken: list[list[float]] = [[] for _ in steps]
     for _ in range(WARM + repetitions):
         for step, seconds in zip(steps, taken, strict=True):

@@ -1,13 +1,13 @@
-"""One call of each op that `autopar calibrate` times, by its size, as emitted programs run it.
+"""Calls of each op that `autopar calibrate` times, by size, as emitted programs run them.
 
-Traced with its gradients to straight-line ATen code.
+They are traced with their gradients to straight-line ATen code.
 
     amount      elements of the largest tensor of the call; of a product its FLOPs
     forward     seconds of the call
     backward    seconds of its gradients; of a product, of the gradient of one operand
 
-The calls are those of `autopar.sharding.costs.named`: an op by its canonical name, and after it how it is called where
-that tells.
+The names are those of `autopar.sharding.costs.named`: an op by its canonical name, followed by how it is called where
+that matters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Call = tuple[
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The call of an op at a size."""
+    """Calls of one op, by size."""
 
     name: str
     call: Callable[[Any], Call]
@@ -54,12 +54,12 @@ class Workload:
         return self.on_gpu if device == "cuda" else self.sizes
 
     def at(self, size: Any, device: str) -> float:
-        """The second size of the call of a size, as `Timed.at` has it."""
+        """The second size of a call, as in `Timed.at`; 0 where there is none."""
         return self.second_on_gpu(size) if device == "cuda" else 0.0
 
 
 def rows(n: int, width: int = 0) -> Tensor:
-    """Numbers in (0.5, 1.5), in rows: every function is defined there."""
+    """Random numbers in (0.5, 1.5), where every op is defined, in rows."""
     width = width or (WIDTH if n <= ELEMENTS[-1] else WIDE)
     return torch.rand(max(1, n // width), min(n, width)) + 0.5
 
@@ -158,7 +158,7 @@ def _batch_norm(function: Callable[..., Tensor]) -> Callable[[int | tuple[int, i
 
 
 def _picture(size: int | tuple[int, int, int]) -> Tensor:
-    """Pictures by batch, channels and side, or by their elements."""
+    """Images by batch, channels and side, or by their number of elements."""
     if isinstance(size, tuple):
         batch, channels, side = size
         return torch.rand(batch, channels, side, side)
@@ -179,7 +179,7 @@ _GPU_PRODUCTS = (
     (8192, 4096, 65536),
 )
 _GPU_BATCHED = ((16, 64, 64, 64), (64, 256, 64, 256), (64, 1024, 64, 1024), (256, 1024, 128, 1024))
-# of each length some, from few heads to more than units: a length's rate is its own
+# several for each length, from few heads to more than there are multiprocessors: each length has a rate of its own
 _GPU_HEADS = (
     (1, 4, 128, 64),
     (32, 12, 128, 64),
@@ -327,9 +327,9 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
-    """The call as ATen code, on a device in a dtype; with `backward`, its gradients too, given those of its results.
+    """The call as ATen code on a device, in a dtype; with `backward`, with its gradients, given those of its results.
 
-    Operands of another dtype than float32 stay what they are.
+    Only operands of dtype float32 are cast.
     """
     function, operands = call[0], tuple(_as(x.to(device), dtype) for x in call[1])
     trained = [i for i, x in enumerate(operands) if x.is_floating_point()]

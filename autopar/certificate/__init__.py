@@ -1,11 +1,11 @@
-"""A certificate of every emitted program: its values are typed by how they lie, and what does not follow is refused.
+"""Certify every emitted program: type each value by how it lies on the mesh, and refuse what does not follow.
 
-types.py    how a value lies, axis by axis, seen from what one device holds
-readings.py which dims of a view have the rows and the cuts of those of its operand
-rules.py    what each op makes of the types of its operands: elementwise.py, views.py, reductions.py, products.py and
-            layers.py have a rule for each, over calls.py
-steps.py    what each collective, and each local step, changes
-walk.py     forward and backward of a program, from how parameters are stored to how gradients have to lie
+    types.py    how a value lies, axis by axis, seen from what one device holds
+    readings.py which dims of a view have the rows and the cuts of those of its operand
+    rules.py    the result types of each op: elementwise.py, views.py, reductions.py, products.py and layers.py have a
+                rule for each, over calls.py
+    steps.py    what each collective, and each local step, changes
+    walk.py     forward and backward of a program, from how parameters are stored to how gradients have to lie
 
 It knows the emitted graphs, how parameters are stored, and how outputs leave; it knows nothing of the plan in between,
 and shares no code with the lowering that it checks. Every lowering asks for one, unless AUTOPAR_CERTIFICATE is "off".

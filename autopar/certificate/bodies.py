@@ -1,7 +1,6 @@
-"""The ops that a custom op of autopar's stands for, as a graph of its own: what a kernel makes has the type that they
-give it.
+"""Trace the ops that a custom op of autopar stands for, so that its kernel's result gets the type that they give.
 
-A custom op runs them itself wherever no kernel does. They are traced once for each call that is alike.
+A custom op runs these ops itself wherever no kernel does. Calls that are alike are traced once.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from autopar.kernels.over import pure
 from autopar.runtime.private import TRACING, FakeTensorMode, clean_room, function_of
 
 _OURS = "autopar::"
-# what these tell of a device's part of a vocabulary has no type
+# results of these for a part of a vocabulary have no type
 _OF_PARTS = "autopar::cross_entropy_rows", "autopar::cross_entropy_shares", "autopar::cross_entropy_part"
 
 
 def _name(target: Any) -> str:
-    """The name of a custom op, as it was registered."""
+    """Registered name of a custom op, such as "autopar::bits_at"."""
     return str(pure(target)).rpartition(".")[0].replace(".", "::", 1)
 
 
 def is_body_known(target: Any) -> bool:
-    """Is it the custom op of a kernel, which runs the ops that it stands for where no kernel does?"""
+    """Whether the op is the custom op of a kernel, which without the kernel runs the ops that it stands for."""
     name = _name(target)
     if not name.startswith(_OURS) or name.startswith(_OF_PARTS):
         return False
@@ -37,10 +36,7 @@ def is_body_known(target: Any) -> bool:
 
 
 def body_of(node: fx.Node) -> fx.Graph:
-    """The graph of what a call runs, whose placeholders are its tensors in their order.
-
-    It gives a list of results.
-    """
+    """The graph that a call stands for: its placeholders are the call's tensors in order, it returns a list."""
     function = function_of(_name(node.target))
     places = list(node.all_input_nodes)
 

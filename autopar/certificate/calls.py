@@ -1,4 +1,4 @@
-"""A call of an op as types see it, and the table of rules."""
+"""Calls of ops on types, and the table of rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.certificate.types import Type, free, is_free, plain
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of an op: arguments with types in place of tensors, and the shapes of what comes out."""
+    """A call of an op: arguments with types in place of tensors, and the shapes of the results."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -33,7 +33,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Put a rule into the table, for these ops of ATen, or of autopar where their names say so."""
+    """Add a rule to the table for these ATen ops, or for ops of autopar where names begin with "autopar."."""
 
     def add(made: Rule) -> Rule:
         RULES.update(dict.fromkeys((name if name.startswith("autopar.") else f"aten.{name}" for name in names), made))
@@ -43,7 +43,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def unknown(call: Call) -> Any:
-    """Whole operands give whole results; of others nothing is known."""
+    """Result types of an op without a rule: nothing is known along axes on which some operand is not whole."""
     types = call.types
     lost = frozenset(a for t in types for a in t.known)
     are_constants = bool(types) and all(is_constant(t) for t in types)
@@ -54,7 +54,7 @@ def unknown(call: Call) -> Any:
 
 
 def types_in(value: Any) -> Iterable[Type]:
-    """The types in arguments or results, containers and all."""
+    """All types inside arguments or results, also in containers."""
     if isinstance(value, Type):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -65,5 +65,5 @@ def types_in(value: Any) -> Iterable[Type]:
 
 
 def is_constant(t: Type) -> bool:
-    """Is it made of no values: as good a part as it is a whole?"""
+    """Whether a value is a constant, as good a part as a whole: all its dims are free or of size one."""
     return bool(t.dims) and all(is_free(dim) or not dim for dim in t.dims) and any(map(is_free, t.dims))

@@ -1,4 +1,4 @@
-"""Rules of elementwise ops and of constants: dims that meet lie alike, and few ops let a part of a sum pass."""
+"""Rules of elementwise ops and of constants: dims that meet must lie alike, and few ops accept partial sums."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _NONE: frozenset[str] = frozenset()
 
 
 def elementwise(call: Call, linear: str = "") -> Type:
-    """Dims that meet lie alike; a part of a sum may pass where the op is linear in it.
+    """Type of an elementwise result: dims that meet must lie alike, and a partial sum needs an op that is linear in it.
 
-    `linear` is "" (in none), "first", "all" (all operands at once) or "one" (a product: in any one of them).
+    `linear` is "" (in no operand), "first", "all" (in all operands at once) or "one" (a product: in any one of them).
     """
     types, shape = call.types, call.shapes[0]
     lost = frozenset(a for t in types for a in t.open)
@@ -32,7 +32,7 @@ def elementwise(call: Call, linear: str = "") -> Type:
 
 
 def met(types: Sequence[Type], place: int, rank: int, n: int, lost: frozenset[str]) -> Dim:
-    """The dim of a result, from those of the operands that meet there."""
+    """The dim of a result at one place, from the operands' dims that broadcast there."""
     found: Dim | None = None
     for t in types:
         d = place - rank + len(t.dims)
@@ -59,7 +59,7 @@ def said_of(dim: Dim) -> str:
 
 
 def summed(types: Sequence[Type], linear: str, lost: frozenset[str]) -> frozenset[str]:
-    """The axes along which a result is a part of a sum."""
+    """The axes along which a result is a partial sum; refuses operands for which the op is not linear."""
     pending = frozenset(a for t in types if not t.is_zero for a in t.sums | t.most) - lost
     for axis in pending:
         having = [i for i, t in enumerate(types) if axis in t.sums]
@@ -79,7 +79,7 @@ def summed(types: Sequence[Type], linear: str, lost: frozenset[str]) -> frozense
 
 
 def _doubtful(types: Sequence[Type], dims: Sequence[Dim]) -> frozenset[str]:
-    """Axes that cut the result, and along which an operand is a part of a sum: it cannot be both."""
+    """Axes that cut the result while an operand is a partial sum over them: it cannot be both."""
     return frozenset(axes_of(dims)) & frozenset(a for t in types for a in t.sums)
 
 
@@ -114,7 +114,7 @@ rule("lerp.Scalar")(_elementwise("all"))
 
 
 def _added(linear: str) -> Rule:
-    """The rule of an op that adds the result of another, of two operands, to a third."""
+    """A rule for an op that adds the result of another op, on two operands, to a third operand."""
 
     def of(call: Call) -> Type:
         x, one, other = call.args[:3]
@@ -151,7 +151,7 @@ def _masked(call: Call) -> Type:
 
 @rule("copy.default")
 def _copied(call: Call) -> Type:
-    """A tensor that is written over all of another of its shape."""
+    """A tensor that overwrites all of another of its shape."""
     over, x = call.args[:2]
     return x if len(x.dims) == len(over.dims) else elementwise(call)
 

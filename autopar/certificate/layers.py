@@ -93,7 +93,7 @@ def _embedding_back(call: Call) -> Type:
 
 
 def _of_own(rows: int, own: frozenset[str]) -> Dim:
-    """The rows of a dim that a device has as its own; of several axes the order is not seen."""
+    """A dim of which each device has rows of its own; for several axes their order cannot be told."""
     return ((rows, tuple(own)),) if own else whole(rows)
 
 
@@ -136,7 +136,7 @@ _ATTENTION = (
 
 
 def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list[str]]:
-    """Along which axes nothing is known of an attention, how its rows and heads lie, and what cuts positions."""
+    """For an attention: the axes along which nothing is known, the dims of rows and heads, and what cuts positions."""
     lost = frozenset(a for t in types for a in t.open)
     # all share a head that is the only one, or repeated
     cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types if t.dims[1] and not is_free(t.dims[1])]
@@ -189,7 +189,7 @@ def _gathered(call: Call) -> Type:
 
 @rule("scatter_add.default")
 def _scattered(call: Call) -> Type:
-    """Into zeros, one a row: of what goes to its own columns a device has those columns."""
+    """Scatter into zeros, one entry per row, of a device's own columns: the result has those columns."""
     into, d, places, given = call.args[:4]
     own = places.places & given.places
     is_one_a_row = len(into.dims) == 2 and size(places.dims[d]) == 1
@@ -217,5 +217,5 @@ def _means_of_windows(call: Call) -> Type:
 
 
 def _pictures(x: Type, shape: Sequence[int]) -> Type:
-    """Pictures of other sizes; nothing is known where an axis cuts their height or width."""
+    """Images of another size; nothing is known along axes that cut their height or width."""
     return replace(x, dims=(*x.dims[:-2], *plain(shape[-2:]))).opened(axes_of(x.dims[-2:]))

@@ -1,4 +1,4 @@
-"""Rules of products: what is summed over a dim that is cut is a part of the sum."""
+"""Rules of products: a contraction over a dim that is cut gives a partial sum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 def _contracted(one: Dim, other: Dim, lost: frozenset[str]) -> frozenset[str]:
-    """The axes along which the sum over a dim is in parts."""
+    """The axes that cut a contracted dim, along which the result is a partial sum."""
     one, other = without(one, lost), without(other, lost)
     if one and other and not is_free(one) and not is_free(other) and not same(one, other):
         raise Refused(
@@ -23,7 +23,7 @@ def _contracted(one: Dim, other: Dim, lost: frozenset[str]) -> frozenset[str]:
 
 
 def _product(call: Call, a: Type, b: Type, batch: int) -> Type:
-    """A matrix product, behind `batch` dims that both have."""
+    """A matrix product, behind `batch` dims that both operands have."""
     lost = a.open | b.open
     dims = [met([a, b], d, batch + 2, call.shapes[0][d], lost) for d in range(batch)]
     rows, columns = without(a.dims[-2], lost), without(b.dims[-1], lost)
@@ -72,14 +72,14 @@ def _convolution(call: Call) -> Type:
 
 
 def _are_groups_cut(channels: Dim, weight: Type) -> bool:
-    """Has each device groups of its own, of a convolution that is one of groups?"""
+    """Whether each device has groups of its own, in a convolution by groups."""
     out, of_group = weight.dims[:2]
     are_cut_alike = len(channels) == len(out) == 1 and channels[0][1] == out[0][1] != () and not is_free(channels)
     return are_cut_alike and not axes_of([of_group]) and not is_free(of_group)
 
 
 def _of_rows(call: Call, x: Type, others: list[Type]) -> Type:
-    """The type of an op that treats rows alike: its rows are cut as those of `x` are."""
+    """Type of an op that treats rows alike: its rows are cut as those of `x`, and nothing is known beside."""
     rows = frozenset(axes_of(x.dims[:1]))
     lost = frozenset(a for t in (x, *others) for a in t.known) - rows | frozenset(a for t in others for a in t.known)
     return Type((x.dims[0], *plain(call.shapes[0][1:]))).opened(lost | x.open)

@@ -1,7 +1,7 @@
-"""How a view may be read: which of the dims of its result has the rows and the cuts of those of its operand.
+"""Readings of a view: which dims of its result have the rows and the cuts of which dims of its operand.
 
-A device sees its own rows alone. What is cut to one row may belong to several dims of the result, and what is repeated
-may be a part or a whole: the shapes of whole values decide, where they can.
+A device sees only its own rows. A part of one row may belong to several dims of the result, and what is repeated may be
+a part or a whole: the shapes of whole values decide, where they can.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _MOST_READINGS, _MOST_DIMS = 64, 5
 
 @dataclass(frozen=True, slots=True)
 class Wholes:
-    """The shapes of whole values of which a view may give a part."""
+    """Shapes of the whole values of which a view may give a part."""
 
     shapes: Sequence[tuple[int, ...]]
     unknown: frozenset[str]  # axes that may cut any dim
     sizes: Mapping[str, int]  # of all axes
 
     def differ_in(self, rank: int) -> bool:
-        """Are there several shapes of so many dims: is a view of one shape one of another for the whole?"""
+        """Whether there are several whole shapes of this rank, so that equal local shapes may differ in the whole."""
         return len({shape for shape in self.shapes if len(shape) == rank}) > 1
 
     def have(self, dims: Sequence[Dim]) -> bool:
-        """May these dims be parts of those of one of the shapes? Ops permute dims inside."""
+        """Whether these dims may be parts of one of the shapes, in any order of its dims, as ops permute them."""
         shapes = {turned for shape in self.shapes if len(shape) == len(dims) for turned in _turned(shape)}
         return any(all(map(self._has_part, dims, shape)) for shape in shapes)
 
     def have_some(self, dims: Sequence[Dim], places: Sequence[int]) -> bool:
-        """May these of the dims be parts of those that one of the shapes has at the same places?"""
+        """Whether the dims at these places may be parts of the dims of one of the shapes at the same places."""
         shapes = (shape for shape in self.shapes if len(shape) == len(dims))
         return any(all(self._has_part(dims[d], shape[d]) for d in places) for shape in shapes)
 
     def have_like(self, dims: Sequence[Dim]) -> bool:
-        """May they be so once neighbouring dims of either are put together?"""
+        """Whether the dims may be parts of one of the shapes once neighbouring dims of either are merged."""
         for shape in self.shapes:
             if any(
                 all(map(self._has_part, dims, (math.prod(run) for run in runs))) for runs in _merged(shape, len(dims))
@@ -56,7 +56,7 @@ class Wholes:
         return False
 
     def _has_part(self, dim: Dim, whole: int) -> bool:
-        """May these rows be one of the parts of a dim?"""
+        """Whether these rows may be one of the parts of a dim of size `whole`."""
         if is_free(dim):
             return True
         run = [(n, tuple(self.sizes[a] for a in axes)) for n, axes in dim] or [(1, ())]
@@ -71,13 +71,13 @@ class Wholes:
 
 @functools.cache
 def _turned(shape: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
-    """The shape with its dims in every order; of many dims in its own."""
+    """The shape with its dims in every order; for many dims only in its own."""
     return frozenset(itertools.permutations(shape) if len(shape) <= _MOST_DIMS else [shape])
 
 
 @functools.cache
 def _are_parts(run: tuple[tuple[int, tuple[int, ...]], ...], whole: int) -> bool:
-    """May a dim have been cut so: so many rows of each of a run of atoms, and the sizes of the axes that cut them?"""
+    """Whether a dim may be cut into a run of atoms, each given by its local rows and the sizes of its axes."""
     if not run:
         return whole == 1
     (rows, counts), rest = run[0], run[1:]
@@ -89,7 +89,7 @@ def _are_parts(run: tuple[tuple[int, tuple[int, ...]], ...], whole: int) -> bool
 
 @functools.cache
 def _is_part(rows: int, whole: int, counts: tuple[int, ...]) -> bool:
-    """May a device have so many rows of a dim? Rows inside a cut one stay together, and nobody cuts one row."""
+    """Whether a device may have so many rows of a dim: rows inside a cut one stay together, single rows are not cut."""
     return any(
         whole > unit and rows // unit in _parts(whole // unit, counts) for unit in _divisors(math.gcd(rows, whole))
     )
@@ -103,7 +103,7 @@ def _divisors(whole: int) -> tuple[int, ...]:
 
 @functools.cache
 def _parts(whole: int, counts: tuple[int, ...]) -> frozenset[int]:
-    """The rows that a device may have of a dim which axes of these sizes cut, the major one first."""
+    """The numbers of rows that a device may have of a dim which axes of these sizes cut, the major one first."""
     if not counts:
         return frozenset({whole})
     most = -(-whole // counts[0])
@@ -112,7 +112,7 @@ def _parts(whole: int, counts: tuple[int, ...]) -> frozenset[int]:
 
 
 def _merged(values: tuple[Any, ...], count: int) -> Iterator[list[tuple[Any, ...]]]:
-    """Every way to take the values as so many runs of neighbours."""
+    """Every way to split the values into so many runs of neighbours."""
     if 0 < count <= len(values):
         for inner in itertools.combinations(range(1, len(values)), count - 1):
             ends = (0, *inner, len(values))
@@ -120,10 +120,7 @@ def _merged(values: tuple[Any, ...], count: int) -> Iterator[list[tuple[Any, ...
 
 
 def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None = None) -> tuple[Dims, frozenset[str]]:
-    """The dims of a view, and the axes that are lost in it, `FREE` for all.
-
-    What it makes of them does not follow.
-    """
+    """The dims of a view, and the axes along which they do not follow (`FREE` for all axes)."""
     given, atoms = frozenset(axes_of(dims)), [atom for dim in dims for atom in dim]
     if 0 in shape:
         return plain(shape), given
@@ -147,10 +144,10 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None =
 
 
 def _lost_where_alike(dims: Dims, atoms: Sequence[Atom], shape: Sequence[int], wholes: Wholes | None) -> frozenset[str]:
-    """The axes of which it does not follow how they cut a view that has the shape of its operand.
+    """The axes that may cut a view in another dim, though it has the local shape of its operand.
 
-    The whole may have another: (rows, heads x width) that is cut by heads looks like (rows x heads, width) where each
-    device has one head.
+    The whole may have another shape: (rows, heads x width) that is cut by heads looks like (rows x heads, width) where
+    each device has one head.
     """
     if wholes is None or not wholes.differ_in(len(shape)):
         return frozenset()
@@ -159,7 +156,7 @@ def _lost_where_alike(dims: Dims, atoms: Sequence[Atom], shape: Sequence[int], w
 
 
 def _keeps_rows_apart(dims: Sequence[Dim], shape: Sequence[int]) -> bool:
-    """Are the rows of every dim those of one dim of the view?"""
+    """Whether the rows of every dim are those of one dim of the view."""
     return [size(dim) for dim in dims if size(dim) != 1 or axes_of([dim])] == [n for n in shape if n != 1]
 
 
@@ -168,8 +165,8 @@ def _meant(
 ) -> list[Dims]:
     """The readings that agree with whole shapes.
 
-    Where none does, a cut of several rows may end the dim before; and a view may be of a value that has no shape among
-    them, but one of its rows.
+    Where none does, a cut of several rows may end the dim before; and a view may be of a value whose shape is not among
+    them, such as one of its rows.
     """
     if meant := [dims for dims in found if wholes.have(dims)]:
         return meant
@@ -185,7 +182,7 @@ def _meant(
 
 
 def _differing(readings: Sequence[Dims]) -> list[int]:
-    """The dims at which readings are not one."""
+    """The dims in which readings differ."""
     return [d for d, dims in enumerate(zip(*readings)) if any(not same(dims[0], other) for other in dims[1:])]
 
 
@@ -195,7 +192,7 @@ def _read(atoms: Sequence[Atom], shape: Sequence[int], is_wide: bool = False) ->
 
 
 def _moved(atoms: Sequence[Atom], shape: Sequence[int]) -> Iterator[Dims]:
-    """Readings in which what is cut to one row stands elsewhere: of one row it is the same memory anywhere."""
+    """Readings in which parts of one row stand in other dims: for one row the memory is the same anywhere."""
     cuts = [(n, axes) for n, axes in atoms if n == 1 and axes and axes != FREE]
     places = [d for d, n in enumerate(shape) if n == 1] if cuts else []
     for dims in _read([atom for atom in atoms if atom not in cuts], shape) if places else ():
@@ -203,7 +200,7 @@ def _moved(atoms: Sequence[Atom], shape: Sequence[int]) -> Iterator[Dims]:
             yield tuple((*dim, *(cut for cut, place in zip(cuts, chosen) if place == d)) for d, dim in enumerate(dims))
 
 
-# a run of atoms taken apart: ("cut", an axis, may it end a dim?) and ("rows", how many, are they free?)
+# an atom in pieces: ("cut", axis, whether it may end a dim) and ("rows", number, whether they are free)
 _Piece = tuple[str, Any, bool]
 
 
@@ -217,7 +214,7 @@ def _pieces(atoms: Iterable[Atom], is_wide: bool) -> tuple[_Piece, ...]:
 
 
 def _readings(pieces: tuple[_Piece, ...], shape: tuple[int, ...]) -> Iterator[Dims]:
-    """Every way to give these rows and cuts to the dims of a shape, in their order."""
+    """Every way to distribute these rows and cuts over the dims of a shape, in order."""
     if not shape:
         if not pieces:
             yield ()
@@ -228,7 +225,7 @@ def _readings(pieces: tuple[_Piece, ...], shape: tuple[int, ...]) -> Iterator[Di
 
 
 def _first_dim(pieces: tuple[_Piece, ...], n: int) -> Iterator[tuple[Dim, tuple[_Piece, ...]]]:
-    """A dim of so many rows from the first pieces, and what is left of them."""
+    """Ways to take a dim of `n` rows from the first pieces, each with the pieces that are left."""
     atoms: list[Atom] = []
     left = list(pieces)
     while n > 1:

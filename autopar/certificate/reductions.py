@@ -1,4 +1,4 @@
-"""Rules of what runs over a dim: sums, means, maxima, softmax."""
+"""Rules of ops that run over a dim: sums, means, maxima, softmax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 def _reduced(call: Call, dims: Any, keepdim: bool, x: Type) -> tuple[tuple[Dim, ...], frozenset[str]]:
-    """The dims that are left, and the axes that cut what is gone."""
+    """The dims that remain after a reduction, and the axes that cut the reduced ones."""
     gone = {d % max(1, len(x.dims)) for d in ([dims] if isinstance(dims, int) else dims or range(len(x.dims)))}
     left = [() if d in gone else dim for d, dim in enumerate(x.dims) if d not in gone or keepdim]
     axes = frozenset(axes_of(x.dims[d] for d in gone))

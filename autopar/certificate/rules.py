@@ -1,7 +1,7 @@
-"""What each op of an emitted program makes of the types of its operands.
+"""Type the result of each op of an emitted program from the types of its operands.
 
-An op without a rule is one of which nothing is known where its operands are not whole; elementwise ops are known by
-torch's own tag. A rule raises `Refused` where the operands cannot be combined so, whatever the plan.
+For an op without a rule nothing is known of the result where operands are not whole; elementwise ops are recognised by
+torch's own tag. A rule raises `Refused` where operands cannot be combined so under any plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LINEAR_IN = {
 
 
 def typed(target: Any, call: Call) -> Any:
-    """The type of a result, or the types of several."""
+    """Type of an op's result, or a list of types where it has several."""
     made = _by_rule(target, call)
     if not _is_zero(str(target), call):
         return made
@@ -35,7 +35,7 @@ def typed(target: Any, call: Call) -> Any:
 
 
 def _by_rule(target: Any, call: Call) -> Any:
-    """The same, but for what is zero because an operand is."""
+    """Type of an op's result, without regard to operands that are zero."""
     known = RULES.get(str(target)) or RULES.get(str(target).replace("_.", ".", 1))  # in place as not in place
     if known is not None:
         return known(call)
@@ -45,7 +45,7 @@ def _by_rule(target: Any, call: Call) -> Any:
 
 
 def _is_zero(name: str, call: Call) -> bool:
-    """Is an operand zero that makes the result of this op zero?"""
+    """Whether an operand is zero that makes the result zero."""
     return any(isinstance(t, Type) and t.is_zero for t in (call.args[place] for place in _LINEAR_IN.get(name, ())))
 
 

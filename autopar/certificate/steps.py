@@ -1,4 +1,4 @@
-"""Collectives and local steps, as types see them. They are named by what an emitted program calls."""
+"""Types after collectives and local steps; each function has the name of the step in the emitted program."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _with(x: Type, dim: int, made: Dim) -> tuple[Dim, ...]:
 
 
 def _gathered(x: Type, dim: int, axis: str, length: int) -> Type:
-    """A dim of `length` rows, no longer cut by an axis: of several that cut it, the innermost."""
+    """`x` with a dim of `length` rows that the axis no longer cuts: it must be the innermost of those that cut it."""
     rest = [a for a in axes_of([x.dims[dim]]) if a != axis]
     if not rest:
         return replace(x, dims=_with(x, dim, whole(length)))
@@ -88,7 +88,7 @@ def _gathered(x: Type, dim: int, axis: str, length: int) -> Type:
 
 
 def _cut(x: Type, axis: str, dim: int, blocks: Any, here: int) -> Type:
-    """A dim that an axis cuts, innermost: `here` rows are left; with blocks, of each of them."""
+    """`x` with a dim that an axis cuts innermost, of which `here` rows remain; with blocks each of them is cut."""
     before = x.dims[dim]
     if is_free(before):
         return replace(x, dims=_with(x, dim, ((here, FREE),)))

@@ -1,7 +1,7 @@
-"""How a value lies, seen from what one device holds.
+"""Types of values: how a value lies on the mesh, seen from what one device holds.
 
-Along each mesh axis a value is whole, or cut along a dim, or a part of a sum, or a candidate for a maximum; or nothing
-is known of it there (`open`): what a local form makes of its place on an axis does not follow from types.
+Along each mesh axis a value is whole, or cut along a dim, or a partial sum, or a candidate for a maximum; or nothing is
+known of it there (`open`): what a local form makes of its place on an axis does not follow from types.
 
 A dim is a run of atoms, outer ones first: `(8, ("tp",))` are eight rows of a dim that `tp` cuts, and `(3, ()), (8,
 ("tp",))` three blocks, of each of which a device has eight rows. A free dim has no claim: a constant is as good a part
@@ -14,14 +14,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-Atom = tuple[int, tuple[str, ...]]  # so many rows here, cut by these axes, major first
+Atom = tuple[int, tuple[str, ...]]  # local rows, and the axes that cut them, major first
 Dim = tuple[Atom, ...]
 FREE = ("*",)  # in place of axes
 _NONE: frozenset[str] = frozenset()
 
 
 class Refused(Exception):
-    """Something that does not follow: what was seen, and what would have."""
+    """Raised where a type does not follow: what was seen, and what was expected."""
 
     def __init__(self, seen: str, expected: str) -> None:
         super().__init__(f"{seen}; {expected}")
@@ -30,15 +30,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """The type of a value: how it lies on the mesh."""
+    """How a value lies on the mesh."""
 
     dims: tuple[Dim, ...]
-    sums: frozenset[str] = _NONE  # axes along which it is a part of a sum,
-    most: frozenset[str] = _NONE  # or one of those whose maximum is meant,
+    sums: frozenset[str] = _NONE  # axes along which it is a partial sum,
+    most: frozenset[str] = _NONE  # or a candidate for a maximum,
     open: frozenset[str] = _NONE  # or along which nothing is known
-    places: frozenset[str] = _NONE  # of those: where a part begins is all that differs, and nothing else is unknown
+    places: frozenset[str] = _NONE  # of the open axes, those along which only where a part begins is unknown
     is_zero: bool = False
-    is_start: bool = False  # where the part of a device begins: a number that goes with constants
+    is_start: bool = False  # it is the index at which the device's part begins, which combines with constants
 
     def __str__(self) -> str:
         said = [f"S({d})@{axis}" for d, dim in enumerate(self.dims) for axis in axes_of([dim])]
@@ -52,23 +52,23 @@ class Type:
 
     @property
     def known(self) -> frozenset[str]:
-        """The axes along which it is not whole."""
+        """The axes along which the value is not whole."""
         return self.sums | self.most | self.open | frozenset(axes_of(self.dims))
 
     def consistent(self) -> Type:
-        """The same; nothing is known along an axis that cuts two dims, or a dim of what is a part of a sum over it."""
+        """The type, opened along axes that cut two dims, or a dim of a value that is a partial sum over them."""
         cuts = axes_of(self.dims)
         if len(set(cuts)) == len(cuts) and not (self.sums | self.most).intersection(cuts):
             return self
         return self.opened(a for a in cuts if cuts.count(a) > 1 or a in self.sums | self.most)
 
     def settled(self, axes: frozenset[str]) -> Type:
-        """The same, whole along these axes, and in what is repeated."""
+        """The type, whole along these axes and in repeated dims."""
         dims = (joined((n, () if own == FREE else own) for n, own in without(dim, axes)) for dim in self.dims)
         return replace(self, dims=tuple(dims))
 
     def opened(self, axes: Iterable[str]) -> Type:
-        """The same, of which nothing is known along these axes any more."""
+        """The type, with nothing known along these axes any more."""
         more = frozenset(axes)
         if not more:
             return self
@@ -102,14 +102,14 @@ def axes_of(dims: Iterable[Dim]) -> list[str]:
 
 
 def without(dim: Dim, axes: frozenset[str]) -> Dim:
-    """The dim, cut by the others alone."""
+    """The dim, no longer cut by these axes."""
     if not any(a in axes for _, own in dim for a in own):
         return dim
     return joined((n, own if own == FREE else tuple(a for a in own if a not in axes)) for n, own in dim)
 
 
 def joined(atoms: Iterable[Atom]) -> Dim:
-    """Atoms in their only form: what lies whole inside another is a part of it."""
+    """Atoms in normal form: whole rows inside another atom are merged into it."""
     found: list[Atom] = []
     for n, axes in atoms:
         if n == 1 and not axes:
@@ -122,10 +122,10 @@ def joined(atoms: Iterable[Atom]) -> Dim:
 
 
 def same(one: Dim, other: Dim) -> bool:
-    """Do two dims lie alike? Sizes count as well: both are of the same rows."""
+    """Whether two dims of the same rows lie alike."""
     return joined(one) == joined(other)
 
 
 def lie_alike(x: Type, other: Type) -> bool:
-    """Are they of the same rows, and cut alike by axes that are known of the first?"""
+    """Whether two values have the same rows, cut alike by the axes that are known of `x`."""
     return other.open <= x.open and x.settled(x.open).dims == other.settled(x.open).dims

@@ -1,4 +1,4 @@
-"""Rules of views, and of parts that lie side by side."""
+"""Rules of views, and of concatenations."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _padded(call: Call) -> Type:
 
 @rule("slice.Tensor", "slice_backward.default", "select.int", "narrow.default")
 def _some_rows(call: Call) -> Type:
-    """Some rows of a dim, or more of them: known where no axis cuts it."""
+    """Some rows of a dim, or more of them: known where no axis cuts the dim."""
     x, shape = call.args[0], call.shapes[0]
     if len(shape) < len(x.dims):  # select
         d = call.args[1] % len(x.dims)
@@ -110,7 +110,7 @@ def _some_rows(call: Call) -> Type:
 
 
 def _fewer(dim: Dim, n: int) -> Dim:
-    """So many rows of a dim that no axis cuts: fewer of those that are all alike are so, too."""
+    """`n` rows of a dim that no axis cuts; fewer rows of a free dim are free, too."""
     are_alike = len(dim) == 1 and is_free(dim) and n < size(dim)
     return ((n, FREE),) if are_alike else whole(n)
 
@@ -138,7 +138,7 @@ def _pieces(call: Call) -> list[Type]:
 
 
 def _piece(dim: Dim, n: int) -> tuple[Dim, list[str]]:
-    """So many rows of a dim: whole blocks of it."""
+    """`n` rows of a dim as whole blocks of it, and the axes along which they do not follow."""
     if not axes_of([dim]) or size(dim) == n:
         return (dim if size(dim) == n else _fewer(dim, n)), []
     outer, inner = dim[0], dim[1:]

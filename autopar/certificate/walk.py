@@ -1,4 +1,4 @@
-"""Forward and backward of an emitted program, typed from how parameters are stored to how gradients have to lie."""
+"""Type forward and backward of an emitted program, from how parameters are stored to how gradients have to lie."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BEGUN = frozenset(BEGIN.values())
 _BUCKET = "_bucket"  # ends the name of a step of several values
 _SUMS = frozenset(f for f, name in (_STEPS | _PACKED).items() if "reduce" in name and "max" not in name)
 _ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))
-# of one value in another form
+# ops that give one value in another form
 _FORMS = frozenset(f"aten.{name}" for name in ("_to_copy.default", "clone.default", "view.default", "t.default",
                    "transpose.int", "permute.default", "detach.default", "alias.default"))  # fmt: skip
 # ops whose backward is linear in the gradient as a whole, and in no type of its steps: it puts a value and the gradient
@@ -66,14 +66,14 @@ class Interface:
 
 @dataclass(slots=True)
 class Certificate:
-    """The values that were typed, and those of them of which something is unknown along an axis."""
+    """Counts of typed values and ends, and of those of which something is unknown along an axis."""
 
     values: int = 0
     open: int = 0
     ends: int = 0  # outputs and gradients,
     open_ends: int = 0  # and those of them of which something is unknown
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
-    # by the op: views of it, as the operand lay and as the result lies
+    # by op: types of the operand and of the result of each of its views
     _viewed: dict[str, list[tuple[Type, Type]]] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Certificate:
 
 
 def is_wanted() -> bool:
-    """Has the environment not switched certificates off? A letter where it says something else."""
+    """Whether certificates are on; raises where the environment variable is neither "on" nor "off"."""
     said = os.environ.get(VARIABLE, "")
     if said not in ("", "on", "off"):
         raise NotServed(f"{VARIABLE}={said} is neither on nor off", advice=f"{VARIABLE}=off, or no such variable")
@@ -92,8 +92,8 @@ def is_wanted() -> bool:
 def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None = None) -> Certificate:
     """Type the halves of a program, or raise a letter about the node that does not follow.
 
-    `ending` is of a program that runs in turns: the halves of what runs once on what turns have added up, and how its
-    outputs lie.
+    `ending` belongs to a program that runs in turns: the halves of the part that runs once, on the sums of the turns,
+    and the shardings of its outputs.
     """
     found, axes = Certificate(), tuple(interface.axes)
     places = joint.forward.find_nodes(op="placeholder")
@@ -115,9 +115,9 @@ def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] 
 def _scales(
     joint: Any, outputs: Sequence[Any], crossing: Sequence[Type], interface: Interface, found: Certificate
 ) -> list[Type]:
-    """The gradients that the ending of turns gives to what crosses into it.
+    """The gradients that the ending of turns gives to its inputs, which have to be whole.
 
-    A turn runs before they are there, on ones, and what it adds up is multiplied by them: they have to be whole.
+    A turn runs before they are known, for a gradient of one, and its sums are multiplied by them afterwards.
     """
     forward = _Walk(joint.forward, interface, found)
     results = forward.run(crossing)
@@ -132,7 +132,7 @@ def _scales(
 
 
 def _gradients(joint: Any, interface: Interface, given: Sequence[Any], found: Certificate) -> None:
-    """Type the backward, and the two parts that stand for it where gradients are added up before they are reduced."""
+    """Type the backward, and the two graphs that replace it where micro-batches accumulate gradients."""
     names = [n.name for n in joint.forward.find_nodes(op="placeholder")]
     ends = [(interface.gradients.get(primal), f"the gradient of {names[primal]}") for primal in joint.gradients]
     backward = _Walk(joint.backward, interface, found)
@@ -157,7 +157,7 @@ def _gradients(joint: Any, interface: Interface, given: Sequence[Any], found: Ce
 
 
 class _Walk:
-    """One half, node by node."""
+    """Types one half, node by node."""
 
     def __init__(self, graph: fx.Graph, interface: Interface, found: Certificate) -> None:
         self.graph, self.interface, self.found = graph, interface, found
@@ -165,7 +165,7 @@ class _Walk:
         self.types: dict[fx.Node, Any] = {}
 
     def run(self, given: Sequence[Any]) -> list[Any]:
-        """The types of the results, from those of what is given."""
+        """Types of the results, from the types of the inputs."""
         places = self.graph.find_nodes(op="placeholder")
         if len(places) != len(given):
             missing = Refused(f"{len(given)} values are given", f"it takes {len(places)}")
@@ -187,7 +187,7 @@ class _Walk:
         return [self._value(a) for a in self.graph.output_node().args[0]]
 
     def end(self, place: int, sharding: Any, what: str) -> None:
-        """Refuse a result that does not lie as it has to; None is whole."""
+        """Raise where a result does not lie as it has to; `sharding` None means whole."""
         node = self._result(place)
         found = self._value(node)
         if not isinstance(found, Type):
@@ -202,7 +202,7 @@ class _Walk:
             raise self._letter(node, Refused(f"{what} lies as {found}", f"it has to lie as {wanted}"))
 
     def reduced_in(self, place: int, dtype: torch.dtype | None, what: str) -> None:
-        """Refuse a result that was summed over devices in a narrower dtype on the last steps to it."""
+        """Raise where the last steps to a result sum it over devices in a narrower dtype."""
         node, part = self._result(place), 0
         while dtype is not None and isinstance(node, fx.Node) and node.op == "call_function":
             before = node.args[0]
@@ -220,7 +220,7 @@ class _Walk:
             node = before if is_on_the_way else None
 
     def _unknown(self, node: fx.Node) -> Any:
-        """The type of what nothing is known of."""
+        """The type of a value of which nothing is known."""
         made = [Type(plain(shape)).opened(self.axes) for shape in _shapes(node)]
         return made if len(made) != 1 else made[0]
 
@@ -257,7 +257,7 @@ class _Walk:
         return self._typed(target, call, ())
 
     def _as_its_body(self, node: fx.Node, call: Call) -> Any:
-        """The results of a custom op, typed as those of the ops that it stands for; once for calls that are alike."""
+        """Results of a custom op, typed as those of the ops that it stands for; once for calls that are alike."""
         given = [n.meta["val"] for n in node.all_input_nodes]
         lie = tuple((v.shape, v.stride(), v.dtype) for v in given)
         key = _key((node.target, call.args, call.kwargs, lie))
@@ -272,7 +272,7 @@ class _Walk:
         return self.found._known[key]
 
     def _view(self, target: Any, call: Call, op: str) -> Type:
-        """A view; where it may be read in several ways, and undoes one of the same op, as that one was read."""
+        """Type of a view; one in doubt that undoes an earlier view of the same op gets that view's operand type."""
         x = call.args[0]
         leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # what is cut or repeated
         made: Type = self._typed(target, call, tuple(self.interface.wholes.get(op, ())) if leaves_doubt else ())
@@ -285,7 +285,7 @@ class _Walk:
         return next((replace(x, dims=before.settled(x.open).dims) for before in undone), made)
 
     def _typed(self, target: Any, call: Call, wholes: tuple[tuple[int, ...], ...]) -> Any:
-        """The result of a rule; calls that are alike are typed once."""
+        """Result of a rule; calls that are alike are typed once."""
         key = _key((target, call.args, call.kwargs, call.shapes, wholes))
         if key not in self.found._known:
             if wholes:
@@ -337,7 +337,7 @@ def _consistent(made: Any) -> Any:
 
 
 def _placed(made: Any, call: Call) -> Any:
-    """The same, with the axes along which it differs by the place of a device alone, as what it is made of does."""
+    """The type, with the axes along which only the device's place is unknown, as for its operands."""
     if isinstance(made, (list, tuple)):
         return [_placed(one, call) for one in made]
     if not isinstance(made, Type) or not made.open:
@@ -347,14 +347,14 @@ def _placed(made: Any, call: Call) -> Any:
 
 
 def _shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """The shapes of what a node makes on this device."""
+    """Shapes of a node's results on this device."""
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
 
 
 def _of_shape(x: Type, shape: Sequence[int]) -> Type:
-    """The same, now that the rows that are left of a dim are seen: before a message arrives they are not."""
+    """The type, with the local rows that are known now that a message has arrived."""
     dims = ((((n, dim[0][1]),) if len(dim) == 1 else dim) for dim, n in zip(x.dims, shape))
     return replace(x, dims=tuple(dims))
 
@@ -376,7 +376,7 @@ def _type_of(node: fx.Node, sharding: Any, axes: Sequence[str]) -> Type:
 
 
 def _as_it_lies(like: Type, sharding: Any, axes: Sequence[str]) -> Type:
-    """A value of this local shape that lies as a sharding says."""
+    """Type of a value of this local shape under a sharding."""
     if sharding is None:
         return Type(plain(like.shape))
     dims: list[Dim] = list(plain(like.shape))

@@ -1,4 +1,4 @@
-"""Graph + Plan -> the program of one device, as forward and backward in straight-line code."""
+"""Lower a graph and a plan to the program of one device: its forward and its backward, as straight-line code."""
 
 from autopar.codegen.lower import lower
 

@@ -1,10 +1,8 @@
-"""A backward for the gradients that have arrived.
+"""Cut a backward down to the output gradients that a caller passes: all others are None, as in eager.
 
-Where none has, nothing is computed, reduced or handed out, as in eager.
-
-What leads from no gradient that has arrived is zero by the linearity of a backward, but its ops are not run: a
-derivative that is infinite, times a zero, would be NaN, and parameters that no loss reaches would have a gradient of
-zeros, which optimizers decay by.
+A gradient that is missing counts as zero, and a backward is linear in its gradients. But ops that depend on missing
+gradients alone are removed rather than run on zeros: an infinite derivative times zero is NaN, and a parameter that no
+loss reaches would get a gradient of zeros, by which an optimizer applies weight decay.
 """
 
 from __future__ import annotations
@@ -25,9 +23,10 @@ _MESSAGES = frozenset((*PACK.values(), *_BUCKETS))  # of several tensors
 
 
 def for_arrived(backward: fx.Graph, arrived: Sequence[bool]) -> fx.Graph:
-    """The part of a backward that depends on gradients that have arrived.
+    """Copy of a backward graph without the ops that depend only on output gradients that are missing.
 
-    `arrived` speaks of its last placeholders.
+    `arrived` says of each of the last placeholders, the output gradients, whether it is passed. A result that depends
+    on no passed gradient becomes None; collectives of buckets keep the tensors that remain.
 
     before    a = mul(t0, u);  b = mul(t1, v);  c = add(a, b);  d = all_reduce_bucket([b, c], "dp");  return a, d[0],
               d[1]      # t1 has not arrived
@@ -48,16 +47,16 @@ def for_arrived(backward: fx.Graph, arrived: Sequence[bool]) -> fx.Graph:
 
 
 class _Cut:
-    """Follows gradients through a backward, op by op, and takes out what comes from none that has arrived."""
+    """Walks a backward in order and removes the ops whose gradients are all missing."""
 
     def __init__(self, graph: fx.Graph, given: Sequence[fx.Node], missing: Sequence[fx.Node]) -> None:
         self.graph = graph
-        self.led_to = set(given)  # values computed from gradients,
-        self.empty = set(missing)  # and those of them computed from none that has arrived
-        self.places: dict[fx.Node, dict[int, int]] = {}  # messages that lose parts: where the others stand now
+        self.led_to = set(given)  # values computed from output gradients,
+        self.empty = set(missing)  # and those of them computed from missing ones alone
+        self.places: dict[fx.Node, dict[int, int]] = {}  # of each bucket that lost tensors: old place -> new place
 
     def op(self, node: fx.Node) -> None:
-        """Decide what becomes of one op, whose operands have been decided."""
+        """Keep, drop or rewrite one op, after all its operands."""
         operands = [a for a in node.all_input_nodes if a in self.led_to]
         if not operands:
             return
@@ -78,7 +77,7 @@ class _Cut:
             node.kwargs = fx.map_arg(node.kwargs, lambda a: zeros.get(a, a))
 
     def _after_message(self, node: fx.Node, message: fx.Node) -> None:
-        """A step of a message that has lost parts, or one of its parts."""
+        """Renumber a node that reads a bucket which has lost tensors: a later step of it, or one of its tensors."""
         places = self.places[message]
         if node.target is not operator.getitem:  # the message on its way
             self.places[node] = places
@@ -89,7 +88,7 @@ class _Cut:
 
 
 def _without_parts(message: fx.Node, empty: Collection[fx.Node]) -> dict[int, int]:
-    """Take the empty parts out of a message of several tensors; where the others now stand."""
+    """Remove the empty tensors from a bucket; returns the new place of each that is kept, by its old place."""
     parts, axis, *numbers = message.args
     kept = [k for k, part in enumerate(parts) if part not in empty]
 
@@ -101,7 +100,7 @@ def _without_parts(message: fx.Node, empty: Collection[fx.Node]) -> dict[int, in
 
 
 def _is_a_sum_of_two(node: fx.Node) -> bool:
-    """Is it a sum of two gradients of one type, which is one of them where the other is missing?"""
+    """Whether the node adds two gradients of one shape and dtype, so that it equals the one where the other misses."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
         return False
     values = [n.meta["val"] for n in (node, *node.all_input_nodes)]

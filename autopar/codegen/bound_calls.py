@@ -1,8 +1,6 @@
-"""Emitted calls as they are started: by torch's own Python bindings, which the host starts sooner than an op by its
-overload, and with gradients on where an op asks for that.
+"""Call emitted ops by torch's Python bindings, which cost the host less time than calls by overload.
 
-What is called is the same op: a binding finds the overload by its arguments, so those of an op stand here whose
-arguments leave no doubt.
+A binding picks the overload by its arguments. The tables hold only ops for which that is sure to be the same overload.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from autopar.runtime.private import TO_COPY
 
 _ATEN = torch.ops.aten
 _LAYER = _ATEN.mkldnn_rnn_layer.default
-# of their first operand, which is a tensor
+# methods of the first operand, which is a tensor
 _METHODS: dict[Any, str] = {
     _ATEN.reshape.default: "reshape",
     _ATEN.t.default: "t",
@@ -60,7 +58,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def _recurrent_layer(*args: Any) -> tuple[Tensor | None, ...]:
-    """A layer of an LSTM on a CPU, with what its backward reads: torch makes that only where gradients are on."""
+    """Run a layer of an LSTM on CPU with gradients on: only then does torch return what its backward reads."""
     detached = [x.detach() if isinstance(x, Tensor) else x for x in args]
     with torch.enable_grad():
         made: tuple[Tensor | None, ...] = _LAYER(*detached)
@@ -68,7 +66,7 @@ def _recurrent_layer(*args: Any) -> tuple[Tensor | None, ...]:
 
 
 def keep_for_backward(graph: fx.Graph) -> None:
-    """Let ops that make what their backward reads only where gradients are on make it.
+    """Call recurrent layers with gradients on, so that they return the workspace that their backward reads.
 
     before    y, h, c, space = aten.mkldnn_rnn_layer.default(x, ...)
     after     y, h, c, space = _recurrent_layer(x, ...)
@@ -78,7 +76,7 @@ def keep_for_backward(graph: fx.Graph) -> None:
 
 
 def by_bindings(graph: fx.Graph) -> None:
-    """Let calls of overloads be those of methods and functions.
+    """Replace calls of ATen overloads by methods of tensors and functions of torch.
 
     before    t = aten.t.default(w);  y = aten.addmm.default(b, x, t);  c = aten._to_copy.default(y, dtype=bfloat16)
     after     t = w.t();  y = torch.addmm(b, x, t);  c = y.to(dtype=bfloat16, copy=True)

@@ -1,4 +1,4 @@
-"""Emitted nodes one by one: whose memory a node shows, and whether it only hands a value on."""
+"""Aliasing in emitted graphs: which nodes share a buffer, and which only pass a value on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COPIES = frozenset({TO_COPY, torch.ops.aten.clone.default})
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does it show its operand's memory?"""
+    """Whether the node is a view, so that its result shares memory with its operand."""
     target = node.target
     if target is UNSAFE_VIEW:  # its schema says fresh; it shows its operand's memory
         return True
@@ -24,12 +24,15 @@ def is_view(node: fx.Node) -> bool:
 
 
 def shows(node: fx.Node) -> bool:
-    """Is it a view of its operand, or a part of an op's results?"""
+    """Whether the node is a view of its operand, or takes one result of an op that has several."""
     return node.op == "call_function" and (node.target is operator.getitem or is_view(node))
 
 
 def hands_on(node: fx.Node) -> bool:
-    """A step, cast, copy or view of one tensor: of a parameter alone, it is the parameter in another form."""
+    """Whether the node is a collective step, cast, copy or view of one tensor.
+
+    A chain of such nodes that begins at a parameter holds that parameter in another form.
+    """
     return (
         node.op == "call_function"
         and (node.target in STEPS.values() or node.target in COPIES or is_view(node))
@@ -38,7 +41,7 @@ def hands_on(node: fx.Node) -> bool:
 
 
 def buffer_of(node: fx.Node) -> fx.Node:
-    """The node whose memory this one shows: views are followed to what they view."""
+    """The node that owns the memory of this one: views are followed back to what they view."""
     return walks.origin(node, _shows_an_operand)
 
 
@@ -51,7 +54,10 @@ def _shows_an_operand(node: fx.Node) -> bool:
 
 
 def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[fx.Node]) -> list[fx.Node | None]:
-    """Copy each gradient whose buffer is another's: of a gradient before it, or of `others`."""
+    """The gradients, with copies of those that share a buffer with an earlier one or with `others`.
+
+    Gradients that are not contiguous are copied as well. None stays None.
+    """
     seen, found = {buffer_of(n) for n in others}, list[fx.Node | None]()
     for value in gradients:
         if value is not None:
@@ -67,7 +73,7 @@ def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[f
 
 
 def numbers_of(steps: Sequence[fx.Node]) -> list[list[object]]:
-    """Dims, sizes and blocks of several gathers or scatters, as their common message takes them."""
+    """Dims, sizes and blocks of several gathers or scatters, in three lists, as a bucket's collective takes them."""
 
     def column(k: int) -> list[object]:
         return [n.args[k] if len(n.args) > k else () for n in steps]

@@ -1,14 +1,14 @@
-"""Is a plan one of a graph's? What a program needs follows from the decisions.
+"""Check that a plan is legal for a graph before it is lowered.
 
-What the plan says beside them must be that, or nothing is lowered.
+What a program needs follows from the decisions; what the plan says beside them must agree:
 
-    decisions     one for every site of the graph, and each a choice that the rules of its op allow on this call
-    conversions   of every value that leaves its site otherwise than it arrives at another: steps that lead from the one
-                  to the other, forward and back; of no other value
-    policies      of parameters that are cut, and read
+    decisions     one for every site of the graph, each a choice that the rules of its op allow on this call
+    conversions   one for every value that leaves its site in another sharding than it arrives in at the next, with
+                  steps that lead from the one to the other, forward and backward; none for other values
+    policies      regathering and early reduction only of parameters that are cut, and read
 
-A file is edited, or comes from somewhere else: without this a missing all-reduce is another loss on every rank. It
-searches nothing and prices nothing.
+A plan may have been edited, or written elsewhere: unchecked, a missing all-reduce would give every rank another loss.
+Nothing is searched or priced here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ _MOST_SHOWN = 6  # legal choices that a letter lists
 
 
 def check_plan(graph: Graph, plan: Plan) -> None:
-    """Raise a letter where the plan is not one of the graph's.
-
-    Where it decides something that is not legal, or says something that does not follow from its decisions.
-    """
+    """Raise `BadPlan` unless every decision is legal for the graph and the rest of the plan follows from them."""
     if plan.digest != graph.digest:
         raise BadPlan(
             "the plan was made for another graph",
@@ -73,7 +70,7 @@ def check_plan(graph: Graph, plan: Plan) -> None:
 
 
 def _decides(plan: Plan, named: dict[str, Site]) -> None:
-    """Every site is decided, nothing else is, and every choice is one of its site's."""
+    """Raise unless the plan decides for every site and for nothing else, each time by one of the site's choices."""
     if missing := [name for name in named if name not in plan.decisions]:
         raise BadPlan(
             f"the plan decides nothing for {missing[0]}",
@@ -107,9 +104,9 @@ def _decides(plan: Plan, named: dict[str, Site]) -> None:
 
 
 def _policies(plan: Plan, sites: tuple[Site, ...], uses: tuple[Use, ...]) -> None:
-    """Only parameters that may be are gathered again, or reduced in each micro-batch.
+    """Raise where a parameter is regathered, or reduced in every micro-batch, whose storage does not allow it.
 
-    The policy stands at its one cast, where it has one.
+    A parameter with one cast is marked at the site of that cast.
     """
     casts = {use.target: use.source for use in uses}
     may: dict[str, set[str]] = {"regathered": set(), "scattered": set()}
@@ -128,7 +125,7 @@ def _policies(plan: Plan, sites: tuple[Site, ...], uses: tuple[Use, ...]) -> Non
 
 
 def _travels(plan: Plan, use: Use, conversion: Conversion | None, target: Site) -> None:
-    """A value travels from how its source leaves it to how its target takes it, and its gradient back."""
+    """Raise unless a value is converted from its source's sharding to its target's, and its gradient back."""
     given = plan.decisions[use.source].choice.output(use.port)
     taken = plan.decisions[use.target].choice.operand(use.operand)
     what = f"from {use.source} to operand {use.operand} of {use.target}"
@@ -163,13 +160,13 @@ _Due = tuple[str, tuple[Sharding, Sharding], tuple[Step, ...]]
 
 
 def _reduces(leaves: Sharding, arrives: Sharding) -> bool:
-    """Is a partial sum on the one end a whole one on the other?"""
+    """Whether some axis goes from a partial sum to a placement that is whole or cut."""
     pairs = zip(leaves.placements, arrives.placements, strict=True)
     return any(a.is_partial and not b.is_partial for a, b in pairs)
 
 
 def _says_the_same(plan: Plan, use: Use, conversion: Conversion, due: list[_Due], target: Site) -> None:
-    """A conversion begins and ends where the decisions of its ends say."""
+    """Raise unless a conversion names the source and the shardings that the decisions of its two ends give."""
     said = [conversion.value, *([conversion.gradient] if conversion.gradient is not None else [])]
     decided = [ends for _, ends, _ in due]
     if conversion.source != use.source or said != decided:

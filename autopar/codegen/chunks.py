@@ -1,4 +1,4 @@
-"""A region of the joint graph written out: once for each chunk of its rows, forward and backward of a chunk together.
+"""Write out a region of the joint graph once for each chunk of its rows, forward and backward of a chunk together.
 
     before    c = chunk(x, 1, 2, 64);  z = mm(c, w);  s = loss(z);  u = added_up(s);  ...
               d = seed(g);  e = loss_backward(d, z);  f = mm(e, w.T);  dx = unchunk(f, 1, 2, 64);  dw = mm(c.T, e)
@@ -8,7 +8,8 @@
               ...
               dx = mul(k, g);  dw = mul(h, g)
 
-Gradients are linear in the one that arrives at the sum: they are made for 1, and scaled by it in backward.
+Gradients are linear in the one that arrives at the sum, so they are computed in forward for a gradient of 1, and
+backward multiplies them by the one that has arrived.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def mark_region(joint: JointGraph, program: LocalProgram) -> None:
-    """Note at the sum that ends a region which ops of the local program run once for each chunk."""
+    """Note on each chunked sum the names of the ops of the local program that run once per chunk."""
     for total in joint.graph.find_nodes(op="call_function", target=ADDED_UP):
         total.meta[REGION] = _region_of(program)
 
 
 def _region_of(program: LocalProgram) -> frozenset[str]:
-    """The nodes of a local program that run once for each chunk, by name."""
+    """Names of the nodes of a local program that run once per chunk: those between a `chunk` and an `added_up`."""
     found: set[fx.Node] = set()
     for node in program.fx.nodes:
         if node.target is chunk or (node.target is not added_up and not found.isdisjoint(node.all_input_nodes)):
@@ -67,15 +68,15 @@ def write_out_chunks(joint: JointGraph) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """The nodes that differ from chunk to chunk, in their order, and where the gradient of the sum arrives."""
+    """The nodes that are copied once per chunk, in order, the sum that ends them, and the seed of their backward."""
 
     total: fx.Node
     forward: list[fx.Node]
     backward: list[fx.Node]
     seed: fx.Node | None
     chunks: int
-    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what chunks add up so far
-    rows: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # what stands side by side in the end
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)  # running totals over chunks
+    rows: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # rows of each chunk, concatenated in the end
 
     @staticmethod
     def of(joint: JointGraph, total: fx.Node) -> _Region:
@@ -83,7 +84,7 @@ class _Region:
         backward: dict[fx.Node, None] = {}
         seeds = list(joint.graph.find_nodes(op="call_function", target=SEED))
         region = total.meta[REGION]
-        late = set(joint.tangents)  # what is made of a gradient that arrives, and not for 1: no chunk has it
+        late = set(joint.tangents)  # depends on the gradient that arrives, so it is computed once and not per chunk
         for node in joint.graph.nodes:
             if node.op != "call_function" or node is total:
                 continue
@@ -100,9 +101,9 @@ class _Region:
         return _Region(total, list(forward), list(backward), seeds[0] if seeds else None, chunks.pop())
 
     def write_out(self, joint: JointGraph) -> None:
-        """Put copies of the region in the place of its sum, and what they come to in the places of its results."""
+        """Insert the copies of all chunks before the sum, and replace the sum and the region's gradients by totals."""
         graph, inside = joint.graph, {*self.forward, *self.backward}
-        reading = [n for n in self.backward if n.target is not SEED]  # what that is of arrives behind the sum
+        reading = [n for n in self.backward if n.target is not SEED]  # a seed's operand arrives behind the sum
         _move_before(self.total, (a for n in reading for a in n.all_input_nodes if a not in inside))
         ends = [n for n in self.backward if not inside.issuperset(n.users)]
         loss = self.total.args[0]
@@ -124,7 +125,7 @@ class _Region:
             self._scale(graph, end, whole, inside)
 
     def _copies(self, graph: fx.Graph, place: int) -> dict[fx.Node, fx.Node]:
-        """The region for one chunk."""
+        """Copy the region for the chunk at `place`; returns the copy of each node."""
         copies: dict[fx.Node, fx.Node] = {}
         for node in (*self.forward, *self.backward):
             if node.target is CHUNK:
@@ -135,12 +136,12 @@ class _Region:
                 copies[node] = copies[node.all_input_nodes[0]]
             else:
                 copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-                for key in (OP, BACK):  # it is made once, whatever a plan recomputes
+                for key in (OP, BACK):  # without these marks no copy is recomputed
                     copies[node].meta.pop(key, None)
         return copies
 
     def _add(self, graph: fx.Graph, end: fx.Node, value: fx.Node) -> None:
-        """Add what a chunk gives to a sum: half precision in float32, rounded once."""
+        """Add the value of one chunk to the running total of `end`; half precision is summed in float32."""
         given = value.meta["val"]
         if end not in self.sums:
             if given.dtype in _HALF:
@@ -154,7 +155,7 @@ class _Region:
         made.meta["val"] = before.meta["val"]
 
     def _whole(self, graph: fx.Graph, end: fx.Node) -> fx.Node:
-        """The sum of all chunks, or their rows side by side, for a gradient of 1."""
+        """The gradient `end` over all chunks, for an arriving gradient of 1: the total, or the rows concatenated."""
         if end.target is UNCHUNK:
             return _side_by_side(graph, end, self.rows[end])
         value = self.sums[end]
@@ -162,7 +163,7 @@ class _Region:
         return value if value.meta["val"].dtype == dtype else _cast(graph, value, dtype)
 
     def _scale(self, graph: fx.Graph, end: fx.Node, whole: fx.Node, inside: set[fx.Node]) -> None:
-        """Let what reads a gradient of the region read it for the gradient that has arrived."""
+        """Multiply a gradient of the region by the one that has arrived, for all readers outside the region."""
         assert self.seed is not None
         with graph.inserting_before(end):
             scaled = graph.call_function(_ATEN.mul.Tensor, (whole, self.seed.args[0]))
@@ -172,20 +173,20 @@ class _Region:
 
 
 def _comes_of(node: fx.Node, region: frozenset[str], backward: Iterable[fx.Node]) -> bool:
-    """Is it of the backward of an op that runs in chunks, or a part of what such a node gives?"""
+    """Whether a node belongs to the backward of an op of the region, or takes one result of such a node."""
     is_part = node.target is operator.getitem and node.args[0] in backward
     return is_part or node.meta.get(BACK) in region
 
 
 def _move_before(place: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Move nodes, and what they are made of, before a place that they stand behind."""
+    """Move nodes and their ancestors in front of `place`, where they stand behind it."""
     late = [n for n in walks.ancestors(nodes) if n.op == "call_function" and place < n]
     for node in sorted(late):
         place.prepend(node)
 
 
 def _call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """A new call, and what it gives."""
+    """Append a call of `target`, with its value on fake tensors in `meta`."""
     made = graph.call_function(target, args, kwargs)
     values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     made.meta["val"] = target(*values[0], **values[1])
@@ -193,7 +194,7 @@ def _call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _rows(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
-    """The rows of one chunk, of each block of so many, in memory order."""
+    """Slice the rows of chunk `place` out of every block of `size` rows, as a contiguous tensor."""
     x, dim, chunks, size = node.args
     assert isinstance(x, fx.Node) and isinstance(dim, int) and isinstance(chunks, int) and isinstance(size, int)
     shape, step = list(x.meta["val"].shape), size // chunks
@@ -207,7 +208,7 @@ def _rows(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
 
 
 def _side_by_side(graph: fx.Graph, node: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
-    """The rows of all chunks, where they were."""
+    """Concatenate the rows of all chunks in their original order."""
     _, dim, chunks, size = node.args
     assert isinstance(dim, int) and isinstance(chunks, int) and isinstance(size, int)
     shape, step = list(node.meta["val"].shape), size // chunks
@@ -219,7 +220,7 @@ def _side_by_side(graph: fx.Graph, node: fx.Node, parts: Sequence[fx.Node]) -> f
 
 
 def _one(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The gradient that every chunk is made for."""
+    """A gradient of ones in the place of the seed."""
     like = node.meta["val"]
     made = graph.call_function(
         _ATEN.full.default, (list(like.shape), 1.0), {"dtype": like.dtype, "device": like.device}

@@ -1,6 +1,6 @@
-"""An emitted half for torch.compile: what stands between collectives becomes modules of its own, each compiled whole.
+"""Compile an emitted half by torch.compile, except for its collectives: each run of ops between them is one module.
 
-Collectives stay where they are, and are called as before.
+Collectives stay in the outer graph and are called as before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORTH = 2  # ops, from which on a run of them is compiled
 
 
 def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.GraphModule:
-    """The same half, with every run of torch's own ops as one compiled call.
+    """Replace every run of torch's own ops in a half by one compiled call.
 
     before    a = mm(x, w);  b = gelu(a);  c = all_reduce(b, axis);  d = mul(c, c);  e = add(d, c)
     after     b = run_0(x, w)[0];  c = all_reduce(b, axis);  e = run_1(c)[0]
@@ -30,7 +30,7 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
     run: list[fx.Node] = []
 
     def close() -> None:
-        """Write the run that has gathered as one call."""
+        """Write the collected run as one call, or as it is where it is too short."""
         if len(run) < _WORTH:
             for node in run:
                 copies[node] = made.node_copy(node, copies.__getitem__)

@@ -1,4 +1,4 @@
-"""What computes an op on one device: the op itself, with local shapes, or the local form of its entry."""
+"""Choose the function that computes an op on one device: the op itself with local shapes, or its local form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpOnDevice:
-    """One device, and the choice by which a call runs there."""
+    """The device on which an op runs, and the choice by which it is cut there."""
 
     mesh: DeviceMesh
     coordinate: tuple[int, ...]
@@ -31,16 +31,16 @@ class OpOnDevice:
     choice: Choice
 
     def lies(self, operand: int) -> Sharding:
-        """The sharding of an operand as the op takes it."""
+        """Sharding in which the op takes an operand."""
         return values(self.choice.operand(operand))
 
     def leaves(self, output: int = 0) -> Sharding:
-        """The sharding of an output as the op gives it."""
+        """Sharding in which the op gives an output."""
         return values(self.choice.output(output))
 
 
 def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function that computes `node` on this device, and its arguments: shapes become local."""
+    """The function that computes `node` on this device and its arguments, with whole shapes replaced by local ones."""
     op, call, here = node.target, call_of(node), at.place(node)
     if info(node).in_time[0]:
         call, here = _among_all_turns(node, call, here)
@@ -58,9 +58,9 @@ def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Calla
 
 
 def _among_all_turns(node: fx.Node, call: OpCall, here: OpOnDevice) -> tuple[OpCall, OpOnDevice]:
-    """The call of a random op on all rows, and this device on a mesh with an axis of time, whose turns come first.
+    """The call of a random op on the rows of all turns, and this device on a mesh with time as its first axis.
 
-    So it draws for the rows of its turn what it would draw for them among all.
+    By these the op draws, for the rows of one turn, the numbers that it would draw for them in the whole batch.
     """
     text, turns = info(node).in_time
     strategy = Strategy.parse(text)

@@ -1,4 +1,4 @@
-"""The joint graph cut in two: forward and backward as graphs of their own, and what crosses from one to the other."""
+"""Split the joint graph into a forward and a backward graph, and choose the values that forward saves for backward."""
 
 from __future__ import annotations
 
@@ -31,26 +31,23 @@ class Joint:
     gradients: tuple[int, ...]  # primals that get a gradient
     hold: fx.Graph  # as `backward`, but gradients of parameters come before they are reduced
     settle: fx.Graph  # gradients of parameters as `hold` leaves them -> as `backward` does
-    waits: tuple[int, ...]  # which of `gradients` are those,
+    waits: tuple[int, ...]  # which of `gradients` wait for their reduction,
     settled_from: tuple[
         int, ...
     ]  # and of each of those which operand of `settle` it is: one may be the gradient of two
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Every collective in order, without what may differ between ranks (the sizes of uneven parts).
-
-        All ranks must agree on it.
-        """
+        """Text of every collective in order, on which all ranks must agree: sizes of uneven parts are left out."""
         return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
 
 
 def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Recomputed = NOTHING) -> Joint:
-    """Cut the joint graph: forward is what the outputs need, backward the rest, saved is what crosses.
+    """Split the joint graph: forward holds what the outputs need, backward the rest; what crosses is saved.
 
-    What is made from a regathered parameter by collectives, casts, copies and views alone does not cross, and neither
-    does what comes of the `recomputed` ops of the local program: backward makes it again. Copies count because only
-    some ranks may need one: an uneven part of one row is in memory order however it is turned.
+    Two kinds of values do not cross, and are made again in backward: what collectives, casts, copies and views alone
+    make of a regathered parameter, and the results of the `recomputed` ops of the local program. Copies count because
+    only some ranks may need one: an uneven part of a single row is contiguous also after a transpose.
     """
     forward = _forward(joint)
     present = [g for g in joint.gradients if g is not None]
@@ -78,7 +75,7 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
 
 
 def _forward(joint: JointGraph) -> set[fx.Node]:
-    """The nodes of forward: what outputs need, and what comes early."""
+    """The nodes of forward: those that outputs need, and gradients that forward makes early."""
     found = walks.ancestors([*joint.outputs, *(n for n in joint.graph.nodes if n.meta.get(EARLY))])
     for node in joint.graph.nodes:  # the parts of an op with several results live with it
         if node.target is operator.getitem and node.args[0] in found:
@@ -89,7 +86,7 @@ def _forward(joint: JointGraph) -> set[fx.Node]:
 def _crossing(
     wanted: Iterable[fx.Node], there: Collection[fx.Node], again: Collection[fx.Node]
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """The values that cross from forward to backward, and those that backward makes again, of what it wants."""
+    """The values that are saved for backward, and the nodes that backward makes again."""
     saved: dict[fx.Node, None] = {}
     extra: set[fx.Node] = set()
     pending = collections.deque(wanted)
@@ -112,9 +109,10 @@ def _calls(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _for_accumulation(
     joint: JointGraph, inputs: Sequence[fx.Node]
 ) -> tuple[fx.Graph, fx.Graph, tuple[int, ...], tuple[int, ...]]:
-    """The backward up to what waits, and the rest of it.
+    """Split backward for micro-batches: a graph up to the gradients that accumulate, and one that reduces them.
 
-    Also which of the gradients wait, and which operand of the rest each of those is.
+    Returns both graphs, the places of the accumulated gradients among all, and which operand of the second graph each
+    of those is.
     """
     every = zip(joint.gradients, joint.held, joint.cuts or joint.held, strict=True)
     rows = [(gradient, held, cut) for gradient, held, cut in every if gradient is not None]
@@ -142,13 +140,11 @@ def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Nod
 
 
 def _recomputed(joint: JointGraph, ops: Collection[str], forward: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that come of these ops and conversions, and all views of them.
+    """The nodes of recomputed ops and conversions, and all views of them: a saved view would keep its base in memory.
 
-    A view that crossed holds what it shows.
-
-    Outputs are saved, for they are there anyway, and so is what an op exchanges inside: only a conversion repeats its
-    collectives. Every rank decides alike, whatever the sizes of its parts; a copy that only some need goes with what it
-    copies, unless the op does nothing but copy.
+    Outputs are not recomputed, as they are in memory anyway, and neither are the collectives inside an op: only those
+    of conversions are repeated. The set is the same on every rank, whatever the sizes of parts: a copy that only some
+    ranks need goes with its source, unless the op is nothing but that copy.
     """
     found: set[fx.Node] = set()
     if not ops:
@@ -169,7 +165,7 @@ def _recomputed(joint: JointGraph, ops: Collection[str], forward: set[fx.Node]) 
 
 
 def extract(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """A part of a graph as a graph of its own."""
+    """Copy some nodes of a graph into a graph of their own, with these inputs and outputs."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in inputs}
     for node in source.nodes:
@@ -183,12 +179,12 @@ def extract(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], ou
 
 
 def _is_on_an_axis(node: fx.Node) -> bool:
-    """A call whose second argument names a mesh axis."""
+    """Whether the second argument of the call names a mesh axis."""
     return node.target is part_start or any(node.target in calls.values() for calls in (STEPS, PACK, BEGIN))
 
 
 def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
-    """The graph as a module of this rank: every collective gets the axis that it names."""
+    """The graph as a module of this rank, in which every collective reads its axis from an attribute."""
     bound = copy.deepcopy(graph)
     given: dict[str, fx.Node] = {}
     for node in list(bound.nodes):

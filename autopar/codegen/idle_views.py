@@ -1,4 +1,4 @@
-"""Views that a half of a step can do without: the host starts each, and no device computes anything."""
+"""Remove views that a half does not need: no kernel runs for a view, but the host spends time on starting it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SUM = _ATEN.sum.dim_IntList
 
 
 def drop_idle_views(half: Half) -> None:
-    """Remove views of what lies so already, and views that were taken before.
+    """Remove views that change nothing, and views that were taken before.
 
     before    u = t(w);  v = t(u);  a = view(x, [4, 4]);  c = mm(a, v);  d = mm(z, t(w));  s = sum(d, [0], True);
               r = view(s, [4])                                                                # x is of 4 x 4
     after     u = t(w);  c = mm(x, w);  d = mm(z, u);  r = sum(d, [0])
 
-    A view that changes the shape of the whole stays, also where that of the part is the same, and so does a view of
-    another view: a certificate could not tell how what is cut lies in what is left.
-    What leaves for the caller stays apart from all else that does, and from what the half was given.
+    Two kinds of views stay, for a certificate could not tell without them how a cut value lies: those that change the
+    shape of the whole tensor, also where the shape of the part stays the same, and views of views. A result of the half
+    never becomes another result or an input.
     """
     leaving = set(half.leaving)
     taken: dict[Any, fx.Node] = {}
@@ -48,14 +48,14 @@ def drop_idle_views(half: Half) -> None:
 
 
 def _only_shows(node: fx.Node) -> bool:
-    """Is it a view by its arguments alone, which writes nothing?"""
+    """Whether a node is a view with positional arguments only, and writes to nothing."""
     if node.op != "call_function" or node.kwargs or not is_view(node):
         return False
     return node.target is UNSAFE_VIEW or not node.target._schema.is_mutable
 
 
 def _the_same(node: fx.Node) -> fx.Node | None:
-    """The value that a view shows as it is, or comes to be; None where it shows it otherwise."""
+    """The value that a view equals; None where it equals none. A sum of kept dims is first rewritten to drop them."""
     before = node.args[0]
     if not isinstance(before, fx.Node):
         return None
@@ -71,7 +71,7 @@ def _the_same(node: fx.Node) -> fx.Node | None:
 
 
 def _is_without_its_dims(node: fx.Node, before: fx.Node) -> bool:
-    """Is it a sum that keeps its dims, without them, and is it so read alone?"""
+    """Whether the view drops the dims that a sum has kept, and alone reads that sum."""
     is_sum = before.target is _SUM and before.args[2:] == (True,) and not before.kwargs
     if not is_sum or not before.args[1] or len(before.users) > 1:
         return False
@@ -81,12 +81,12 @@ def _is_without_its_dims(node: fx.Node, before: fx.Node) -> bool:
 
 
 def _swapped(node: fx.Node) -> set[int]:
-    """The two dims that change places."""
+    """The two dims that a transpose swaps; empty for a tensor of rank 1 or 0."""
     rank = node.meta["val"].dim()
     first, second = node.args[1:] if len(node.args) > 1 else (0, rank - 1)
     return {first % rank, second % rank} if rank > 1 else set()
 
 
 def _key(node: fx.Node) -> Any:
-    """Equal for equal views of one value."""
+    """A key that is equal for equal views of one value."""
     return node.target, tuple(tuple(a) if isinstance(a, list) else a for a in node.args)

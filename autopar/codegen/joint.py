@@ -1,6 +1,4 @@
-"""Local program -> forward and backward.
-
-Both traced together into straight-line ATen code, rewritten by passes, cut in two.
+"""Lower a local program to forward and backward: traced together as ATen code, rewritten by passes, then split.
 
     trace                   the local program and its gradients, on fake tensors
     joint_passes.PASSES     rewrite the joint graph; each has a before and an after, `verify` runs after each
@@ -31,14 +29,14 @@ from autopar.runtime.private import TRACING, clean_room
 
 
 class Lowerings:
-    """Programs that this process has lowered, the latest of them."""
+    """Cache of the latest `most` programs that this process has lowered."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.known: dict[Hashable, Joint] = {}
 
     def get(self, key: Hashable, make: Callable[[], Joint]) -> Joint:
-        """The program under this key; made where it is not known."""
+        """The program under a key, made by `make` where it is missing; a full cache drops its oldest."""
         if key not in self.known:
             while len(self.known) >= self.most:
                 self.known.pop(next(iter(self.known)))
@@ -54,7 +52,7 @@ LOWERED = Lowerings(most=64)
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The part of a program that the plan decides beside its ops: what waits, and what backward makes again."""
+    """Decisions of a plan beside its choices: how parameters are gathered and reduced, and what is recomputed."""
 
     regathered: frozenset[str]  # parameters
     scattered: frozenset[str]
@@ -63,7 +61,7 @@ class States:
 
     @property
     def key(self) -> Hashable:
-        """Equal for equal states."""
+        """A key that is equal for equal states."""
         return self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed.key
 
 
@@ -76,10 +74,10 @@ def lower_jointly(
     recomputed: Recomputed = NOTHING,
     device: str = "cpu",
 ) -> Joint:
-    """Trace, rewrite, split, schedule.
+    """Trace a program with its gradients, rewrite it, split it into halves and schedule their collectives.
 
-    The same program is lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch;
-    `reads` say of a parameter where it is first read; what is `recomputed` backward makes again.
+    Equal programs are lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch;
+    `reads` says where each parameter is first read; what is `recomputed` is not saved, and backward makes it again.
     """
     states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed)
     key = (program.fingerprint, tuple(differentiable), states.key, device, regrouped(program))
@@ -105,7 +103,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
 
 
 def regrouped(program: LocalProgram) -> frozenset[str]:
-    """The views of as many dims as before whose whole shape is another: on a part it may be the same."""
+    """Names of views that keep the rank but change the whole shape; the shape of a part may stay the same."""
     found = set()
     for node in program.fx.nodes:
         if "info" in node.meta and info(node).kind == "op" and facts_of(op_name(node)).free:
@@ -119,7 +117,7 @@ def regrouped(program: LocalProgram) -> frozenset[str]:
 def _schedule(
     halves: Joint, reads: Mapping[str, Read], recomputed: Recomputed, regrouped: frozenset[str] = frozenset()
 ) -> None:
-    """Let the collectives of each half begin early and end late; `reads` are by the names of primals."""
+    """Move the collectives of each half so that they run beside compute; `reads` is by the names of primals."""
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
     kept = {name: read.window for name, read in stay.items()}
     back: dict[str, Any] = {"is_backward": True, "kept": kept, "recomputed": recomputed, "regrouped": regrouped}

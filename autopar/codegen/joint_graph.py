@@ -1,4 +1,4 @@
-"""The joint graph: forward and backward of one device in one graph, while passes rewrite it."""
+"""The joint graph: forward and backward of one device in one graph, as passes rewrite it."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ import torch
 import torch.fx as fx
 
 CONVERT = torch.ops.autopar.convert.default
-# entries of a node's `meta`: the op of the local program that it comes of, or that whose backward it is; whether that
-# is a conversion between ops; whether backward makes it again, and the place that wants it then
+# entries of a node's `meta`: name of the op of the local program that it computes, or whose backward it is; whether
+# that op is a conversion; whether backward recomputes it, and the place in forward that wants it then
 OP, BACK, CONVERTED, RECOMPUTED, WANTED = "op", "backward", "converted", "recomputed", "wanted"
-# of the sum that ends a region: the ops of the local program that run once a chunk; of a gradient that forward makes,
-# for what arrives to scale, that it does
+# of the sum that ends a chunked region: the ops of the local program that run once per chunk; of a gradient: forward
+# makes it, and backward scales it by the gradient that arrives
 REGION, EARLY = "region", "early"
 
 
 @dataclass(slots=True, eq=False)
 class JointGraph:
-    """Forward and backward in one graph, while passes rewrite it."""
+    """Forward and backward in one graph, with its inputs and results by what they are."""
 
     graph: fx.Graph
     primals: list[fx.Node]
     tangents: list[fx.Node]
     outputs: list[fx.Node]
-    gradients: list[fx.Node | None]  # of `wanted`, None where the outputs do not depend on it
+    gradients: list[fx.Node | None]  # one for each of `wanted`; None where no output depends on it
     wanted: list[int]  # primals that want a gradient
     differentiable: tuple[int, ...]
-    inputs: int  # so many primals are inputs: their gradients are nobody's but the caller's
+    inputs: int  # number of primals that are inputs; their gradients go to the caller only
     whole: dict[fx.Node, int] = field(default_factory=dict)  # of each parameter the bytes of all its parts
     alone: set[fx.Node] = field(default_factory=set)  # parameters whose gradients share no bucket
     reduced_at_once: set[fx.Node] = field(default_factory=set)  # parameters whose gradients never wait
     held: list[fx.Node | None] = field(
         default_factory=list
-    )  # of each gradient of a parameter: what waits while micro-batches accumulate,
-    cuts: list[fx.Node | None] = field(default_factory=list)  # and where it stands in the way to that gradient
+    )  # for each gradient of a parameter, the value that micro-batches accumulate,
+    cuts: list[fx.Node | None] = field(default_factory=list)  # and the node of it that leads on to that gradient
 
     def write_output(self) -> None:
-        """Put outputs and gradients back as the graph's output, after a pass has changed them."""
+        """Write outputs and gradients into the graph's output node, after a pass has changed these lists."""
         node = self.graph.output_node()
         node.args = ((*self.outputs, *self.gradients, *self.held),)
 
     def read_output(self) -> None:
-        """Take outputs and gradients from the graph's output, after a pass has replaced nodes."""
+        """Read outputs and gradients back from the graph's output node, after a pass has replaced nodes."""
         values = list(self.graph.output_node().args[0])
         first, last = len(self.outputs), len(self.outputs) + len(self.gradients)
         self.outputs, self.gradients, self.held = values[:first], values[first:last], values[last:]
 
     def text(self) -> str:
-        """The graph as Python that a person can read."""
+        """The graph as readable Python."""
         return str(self.graph.python_code("self").src)
 
 

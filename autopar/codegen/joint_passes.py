@@ -24,7 +24,7 @@ _TURN, _COPY = torch.ops.aten.transpose.int, torch.ops.aten.clone.default
 
 
 def write_out_conversions(joint: JointGraph) -> None:
-    """Turn each conversion into its steps.
+    """Replace each conversion by its steps: collectives and slices, after a cast where it has one.
 
     before    y = convert(x, "reduce_scatter(0:64)@dp; all_gather(0:64)@dp", "", [64, 8])
     after     a = reduce_scatter(x, "dp", 0, 64);  y = all_gather(a, "dp", 0, 64)
@@ -36,7 +36,7 @@ def write_out_conversions(joint: JointGraph) -> None:
         before = node.prev
         with joint.graph.inserting_before(node):
             value = _written_out(joint.graph, node)
-        while (before := before.next) is not node:  # its steps come of what it comes of
+        while (before := before.next) is not node:  # its steps inherit its marks
             before.meta.update((key, node.meta[key]) for key in (OP, BACK, CONVERTED) if key in node.meta)
         node.replace_all_uses_with(value)
         joint.graph.erase_node(node)
@@ -46,7 +46,7 @@ def write_out_conversions(joint: JointGraph) -> None:
 
 
 def _written_out(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The last step of a conversion: a cast first, where it has one, then its collectives and slices."""
+    """Insert the cast and the steps of a conversion before it; returns the last of them."""
     value, steps, _, _, *dtypes = node.args
     if dtypes and dtypes[0]:
         value = _cast(graph, value, getattr(torch, dtypes[0]))
@@ -63,8 +63,8 @@ def _written_out(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def _shapes_on(way: Sequence[LocalStep], given: Sequence[int], made: Sequence[int]) -> Iterator[list[int]]:
     """The local shape after each step of a conversion.
 
-    A dim has its whole size where an axis no longer cuts it. How many rows a cut leaves is seen where the next step
-    takes the dim, or at the end.
+    A dim that a step gathers has the size that the step names. The size of a dim that a step cuts is that of the next
+    step which takes this dim, or of the result.
     """
     shape = list(given)
     for k, step in enumerate(way):
@@ -76,7 +76,7 @@ def _shapes_on(way: Sequence[LocalStep], given: Sequence[int], made: Sequence[in
 
 
 def _cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """A cast, into memory order."""
+    """Insert a cast whose result is contiguous."""
     given, how = value.meta["val"], {"dtype": dtype}
     if not given.is_contiguous():
         how["memory_format"] = torch.contiguous_format
@@ -86,7 +86,7 @@ def _cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _in_memory_order(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
-    """The value, or a copy of it that lies as `like` does where it is not contiguous."""
+    """The value itself where it is contiguous, else a contiguous copy with the metadata of `like`."""
     if value.meta["val"].is_contiguous():
         return value
     copy = graph.call_function(torch.ops.aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
@@ -96,13 +96,13 @@ def _in_memory_order(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def drop_round_trips(joint: JointGraph) -> None:
-    """Forward a value past a slice and the gather that puts it back.
+    """Forward a value past a slice and the gather that undoes it.
 
     before    y = slice(x, "dp", 0, 64);  z = all_gather(y, "dp", 0, 64);  return relu(z)
     after     return relu(x)
 
-    A gather gives memory order, so what is forwarded is copied into it. Whether it lies so already may differ between
-    ranks, the collective must not.
+    A gather gives a contiguous result, so the forwarded value is copied where it is not contiguous. Ranks may differ in
+    that, but not in their collectives.
     """
     for node in joint.graph.find_nodes(op="call_function", target=STEPS["all_gather"]):
         middle = node.args[0]
@@ -115,7 +115,7 @@ def drop_round_trips(joint: JointGraph) -> None:
 
 
 def drop_noise(joint: JointGraph) -> None:
-    """Remove what only tracing needed.
+    """Remove nodes that only tracing needed: detach, and ops that nothing reads.
 
     before    b = detach(a);  c = mul(b, b);  d = relu(a)          # nobody uses d
     after     c = mul(a, a)
@@ -128,15 +128,15 @@ def drop_noise(joint: JointGraph) -> None:
 
 
 def join_sums_of_numbers(joint: JointGraph) -> None:
-    """Let sums of one number each travel together where none waits for another: a loss and its count, say.
+    """Put all-reduces of scalars in one message where none needs the result of another: a loss and its count, say.
 
     before    a = all_reduce(s, "dp");  b = all_reduce(n, "dp");  c = div(a, b)
     after     t = all_reduce_bucket([s, n], "dp");  c = div(t[0], t[1])
     """
     alone = {node for gradient in joint.gradients for node in _steps_of(gradient)}
-    alone |= {buffer_of(output) for output in joint.outputs}  # whoever writes to an output touches nothing else
-    groups: dict[Any, list[list[list[fx.Node]]]] = {}  # of axes and dtype, ways that travel together
-    backward = set(joint.tangents)  # what is made of them: forward has ended when they arrive
+    alone |= {buffer_of(output) for output in joint.outputs}  # a caller may write to an output in place
+    groups: dict[Any, list[list[list[fx.Node]]]] = {}  # by axes and dtype: chains that share messages
+    backward = set(joint.tangents)  # and what depends on them: it shares no message with forward
     for node in joint.graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
@@ -159,7 +159,7 @@ def _first_reader(ways: Sequence[Sequence[fx.Node]]) -> fx.Node:
 
 
 def mark_what_waits(joint: JointGraph) -> None:
-    """Put each parameter's gradient before its first reduction beside it: micro-batches add that up.
+    """Return beside each parameter's gradient its value before the first reduction, which micro-batches add up.
 
     before    h = to(g, f32);  a = all_reduce(h, "dp");  return loss, a
     after     h = to(g, f32);  a = all_reduce(h, "dp");  return loss, a, h
@@ -175,14 +175,14 @@ def mark_what_waits(joint: JointGraph) -> None:
 
 
 def _steps_of(gradient: fx.Node | None) -> Iterator[fx.Node]:
-    """The steps of a gradient alone that lead to it, the last first."""
+    """The chain of linear steps that leads to a gradient and that nothing else reads, the last step first."""
     while gradient is not None and _settles(gradient):
         yield gradient
         gradient = gradient.args[0]
 
 
 def _settles(node: fx.Node) -> bool:
-    """Is this a step of a gradient alone, linear in it, that nothing else reads?"""
+    """Whether the node is a linear step of one gradient, whose operand nothing else reads."""
     if not hands_on(node):
         return False
     operand = node.args[0]
@@ -193,17 +193,17 @@ _REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
 
 
 def bucket_gradient_reductions(joint: JointGraph) -> None:
-    """Let gradients that are reduced over the same axes travel together, a bucket at a time.
+    """Reduce gradients over the same axes in buckets, one message each.
 
-    Gradients that micro-batches add up before they are reduced share no bucket with those that each of these reduces;
-    that of a large table whose rows are looked up shares none.
+    Gradients that micro-batches accumulate before their reduction share no bucket with those that are reduced in every
+    micro-batch. The gradient of a large table whose rows are looked up has no bucket.
 
     before    a = all_reduce(g, "dp");  b = all_reduce(h, "dp");  return loss, a, slice(b, "dp", 0, 64)
     after     c = all_reduce_bucket([g, h], "dp");  return loss, c[0], slice(c[1], "dp", 0, 64)
     """
     waits = {g for g, held in zip(joint.gradients, joint.held, strict=True) if held is not g}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
-    whole: dict[fx.Node, int] = {}  # of each gradient of parameters, the bytes of those
+    whole: dict[fx.Node, int] = {}  # of each gradient, bytes of its whole parameters
     alone = set[fx.Node]()
     for i, g in zip(joint.wanted, joint.gradients, strict=True):
         if g is not None and i >= joint.inputs:
@@ -217,36 +217,34 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     for node in joint.graph.nodes:
         if node in gradient and gradient[node] not in alone:
             way, of = _way_to(node), gradient[node]
-            # what is cut afterwards is much longer there before: it waits for no more than a bucket of all gradients
+            # a gradient that is cut after its reduction is much larger before it: it waits for one bucket at most
             key = of in waits, _ways_alike(way), full[of] if behind[node] else -1
             waiting.setdefault(key, []).append(way)
     for ways in waiting.values():
         for places in buckets([whole[gradient[way[-1]]] for way in ways], BUCKET):
             bucket = [ways[k] for k in places]
             last = _travel_together(joint.graph, bucket, max((way[-1] for way in bucket), key=place.__getitem__))
-            for way in bucket if len(bucket) > 1 else ():  # what is done with a sum comes behind the bucket
+            for way in bucket if len(bucket) > 1 else ():  # steps on a reduced gradient go behind the bucket
                 for node in reversed(behind[way[-1]]):
                     last.append(node)
     joint.read_output()
 
 
 def _behind_reductions(joint: JointGraph, gradients: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The last reduction of each gradient that nothing else reads, with the steps that lead on from it."""
+    """The last reduction of each gradient that nothing else reads, with the steps between it and the gradient."""
     left = [_since_reduction(g) for g in gradients if set(g.users) == {joint.graph.output_node()}]
     return {reduction: steps for reduction, *steps in filter(None, left)}
 
 
 def _closing(made: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """The number of the bucket of each gradient, were all of them, in this order, of one kind."""
+    """The bucket number of each gradient, if all of them, in this order, shared one sequence of buckets."""
     return {made[k]: i for i, places in enumerate(buckets([sizes[g] for g in made], BUCKET)) for k in places}
 
 
 def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
-    """The last reduction among the steps that lead to a gradient, and the steps behind it.
+    """The last reduction that leads to a gradient and the steps behind it, in order; empty where there is no reduction.
 
-    None where there is none.
-
-    All are of one conversion, that of the parameter: what is reduced where an op gives it is not kept for a bucket.
+    All steps belong to the parameter's own conversion: a reduction inside an op is not delayed for a bucket.
     """
     steps = [gradient]
     while steps[0].target not in _REDUCTIONS:
@@ -257,7 +255,7 @@ def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _way_to(end: fx.Node) -> list[fx.Node]:
-    """The reductions that lead to this one, over several axes one after the other."""
+    """The chain of reductions over several axes that ends at this one, in order."""
     way = [end]
     while way[0].args[0].target in _REDUCTIONS and len(way[0].args[0].users) == 1:
         way.insert(0, way[0].args[0])
@@ -265,12 +263,12 @@ def _way_to(end: fx.Node) -> list[fx.Node]:
 
 
 def _ways_alike(way: Sequence[fx.Node]) -> tuple[Any, ...]:
-    """The key under which ways of reductions may share a message."""
+    """A key that is equal for chains of reductions which may share messages: by kind, axis and dtype."""
     return tuple((n.target, n.args[1], n.meta["val"].dtype) for n in way)
 
 
 def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: fx.Node) -> fx.Node:
-    """Put one bucket in the place of several ways, after the last of them; its last node is returned."""
+    """Replace several chains of reductions by buckets, placed after `last`; returns the last node of the buckets."""
     if len(ways) < 2:
         return last
     parts: list[Any] = [way[0].args[0] for way in ways]
@@ -294,9 +292,7 @@ def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: f
 
 
 def own_gradients(joint: JointGraph) -> None:
-    """Give each gradient a buffer of its own, laid out like its parameter.
-
-    Users add into `.grad` in place.
+    """Give each gradient a contiguous buffer of its own, as users add into `.grad` in place.
 
     before    return loss, g, g                                    # one buffer handed out twice
     after     h = clone(g);  return loss, g, h
@@ -308,10 +304,10 @@ def own_gradients(joint: JointGraph) -> None:
 
 
 def turn_queries(joint: JointGraph) -> None:
-    """Let attention on a CPU be given queries in the order of rows, positions, heads, where its result is copied so.
+    """Copy queries of attention on CPU into the order rows, positions, heads, where the result is copied into it.
 
-    Its result lies as they do. What arrives by a conversion lies with heads before positions, and the result would be
-    copied, and held twice, when it is turned.
+    The result takes the memory layout of the queries. Queries that come by a conversion have heads before positions, so
+    that the result would be copied when it is transposed, and be in memory twice.
 
     before    o = attention(q, k, v);  y = clone(transpose(o, 1, 2))
     after     r = transpose(clone(transpose(q, 1, 2)), 1, 2);  o = attention(r, k, v);  y = transpose(o, 1, 2)
@@ -341,9 +337,7 @@ def turn_queries(joint: JointGraph) -> None:
 
 
 def let_views_copy(joint: JointGraph) -> None:
-    """Let a view of what cannot be viewed be a copy.
-
-    Kernels may lay out their results otherwise than they do on fakes.
+    """Replace views by reshapes, as a kernel may lay out its result otherwise than fake tensors say.
 
     before    y = batch_norm(x);  z = view(y, [32, 16])
     after     y = batch_norm(x);  z = reshape(y, [32, 16])

@@ -1,4 +1,4 @@
-"""Graph + Plan -> the local program: what one device computes, forward only, before it is differentiated.
+"""Write the local program of a graph and a plan: what one device computes, forward only, before it is differentiated.
 
 Parameters and inputs become local shards, shape arguments become local (numbers derived from shapes stay global), and
 every conversion of the plan becomes one `convert` node that names its steps forward and those of its gradient backward.
@@ -32,8 +32,9 @@ from autopar.space.parameter_values import casts_of_parameters, reduced_in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalProgram:
-    """The forward of one device, as an fx graph whose placeholders are `inputs`, then `parameters`, then `buffers`,
-    then the random key.
+    """The forward of one device as an fx graph.
+
+    Its placeholders are `inputs`, then `parameters`, then `buffers`, then the random key where `is_random`.
     """
 
     fx: fx.Graph
@@ -52,13 +53,13 @@ class LocalProgram:
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for programs that compute the same."""
+        """A key that is equal for programs that compute the same."""
         nodes = ((n.op, n.name, n.target, repr(n.args), repr(n.kwargs), _recorded(n)) for n in self.fx.nodes)
         return (*nodes, *self.types.items(), self.inputs, self.parameters, self.buffers)
 
 
 def _recorded(node: fx.Node) -> tuple[Any, ...]:
-    """What decides of a node how it is differentiated: which of its values have gradients, and in how many chunks."""
+    """Properties of a node that its backward depends on beside its call: chunks, and which results have gradients."""
     if "info" not in node.meta:
         return ()
     about = info(node)
@@ -66,10 +67,9 @@ def _recorded(node: fx.Node) -> tuple[Any, ...]:
 
 
 def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: OwnRows = NO_ROWS) -> LocalProgram:
-    """The program of the device at `coordinate`.
+    """The program of the device at `coordinate`; the same on every device where all parts are even.
 
-    Where every part is even, it is the same on every device. Inputs come whole, but for those of which ranks have their
-    own rows.
+    Inputs come whole, except for `rows`: those of which every rank passes its own rows.
     """
     if plan.digest != graph.digest:
         raise BadPlan(
@@ -86,7 +86,7 @@ _TOPS = ("input", "parameter", "buffer")  # kinds of placeholders, in their orde
 
 
 class Localiser:
-    """Writes the program of one device, node by node, in the order of the graph."""
+    """Writes the program of one device, node by node in the order of the graph."""
 
     def __init__(self, graph: Graph, plan: Plan, coordinate: Sequence[int], rows: OwnRows) -> None:
         self.graph = graph
@@ -137,7 +137,7 @@ class Localiser:
         )
 
     def _note(self, node: fx.Node) -> str:
-        """Words about a node that makes a value which the plan does not save."""
+        """A remark that the plan recomputes the value of this node, and why; empty where the value is saved."""
         about = info(node) if node.op == "call_function" else None
         names = self.plan.recomputed.intersection((about.key, *about.names)) if about else ()
         return text.why_recomputed(self.plan, min(names)) if names else ""
@@ -177,11 +177,11 @@ class Localiser:
             self.env[part].meta["info"] = info(part)
 
     def place(self, node: fx.Node) -> OpOnDevice:
-        """This device, and how the op runs on it."""
+        """This device with the choice by which it runs the op."""
         return OpOnDevice(self.mesh, tuple(self.coordinate), self.key, self._decision(info(node).key).choice)
 
     def _converted(self, source: fx.Node, target: str, operand: int, module: str) -> fx.Node:
-        """`source` as its consumer wants it."""
+        """`source` in the sharding that its consumer takes; conversions that are equal are written once."""
         here, conversion, whole = self.env[source], self.conversions.get((target, operand)), type_of(source)
         steps, lies = (conversion.forward, conversion.value[0]) if conversion else ((), None)
         if self._has_rows(source):
@@ -214,7 +214,7 @@ class Localiser:
 
 
 def print_program(program: LocalProgram) -> str:
-    """The local program as Python that a person can read."""
+    """The local program as readable Python."""
     nodes = list(program.fx.nodes)
     lines = [
         "def forward(",

@@ -18,7 +18,7 @@ from autopar.solver.plan import Plan
 
 
 def drop_unread_ops(program: LocalProgram) -> None:
-    """Remove ops that nothing reads: casts of parameters whose conversions cast; draws stay.
+    """Remove ops that nothing reads, such as casts that conversions have taken over; random ops stay.
 
     before    w = to(p, bfloat16);  v = convert(p, "all_gather(0:64)@dp", ..., "bfloat16");  y = mm(x, v)
     after     v = convert(p, "all_gather(0:64)@dp", ..., "bfloat16");  y = mm(x, v)
@@ -30,7 +30,7 @@ def drop_unread_ops(program: LocalProgram) -> None:
 
 
 def use_kernels(program: LocalProgram) -> None:
-    """Put one call in the place of ops that a kernel stands for, where no conversion and no local form is among them.
+    """Replace groups of ops by fused kernels, where no conversion and no local form stands between them.
 
     before    a = silu(g);  y = mul(a, u)                         s = add(x, r);  y = rms_norm(s, w)
     after     y = gated(g, u, 0)                                  f = add_rms_norm(x, r, w);  s = f[0];  y = f[1]
@@ -66,13 +66,13 @@ def use_kernels(program: LocalProgram) -> None:
 
 
 def _saves_alike(program: LocalProgram, found: Found) -> bool:
-    """Are all results of a group saved, or all recomputed?"""
+    """Whether the results of a group are all saved, or all recomputed."""
     about = [info(result) for result in found.results]
     return len({program.recomputed.isdisjoint((one.key, *one.names)) for one in about}) == 1
 
 
 def groups_left_out(graph: Graph, plan: Plan) -> frozenset[str]:
-    """The results of groups of a graph's ops in whose place kernels could stand, and do not under a plan, by name."""
+    """Names of the results of op groups that kernels could fuse in the graph, but that the plan keeps apart."""
     program = local_program(graph, plan, (0,) * len(plan.mesh.shape))
     alike = functools.partial(_saves_alike, program)
     stand = {info(found.result).key for _, found, _ in groups(program.fx.nodes, plan.kernels, alike)}
@@ -80,7 +80,7 @@ def groups_left_out(graph: Graph, plan: Plan) -> frozenset[str]:
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Does this node of a local program stand for several ops?"""
+    """Whether this node of a local program is a fused kernel."""
     is_here = node.op == "call_function" and getattr(node.target, "__module__", "").startswith(kernels.__name__)
     return is_here and node.target.__name__ in kernels.NAMES
 
@@ -89,7 +89,7 @@ PASSES: tuple[Callable[[LocalProgram], None], ...] = (drop_unread_ops, use_kerne
 
 
 def verify(program: LocalProgram, after: str) -> None:
-    """Raise unless operands stand before their readers and every node but the output is described."""
+    """Raise unless operands stand before their readers and every node except the output has an `Info`."""
     seen: set[fx.Node] = set()
     for node in program.fx.nodes:
         assert seen.issuperset(node.all_input_nodes), (after, node)

@@ -1,4 +1,4 @@
-"""Graph + Plan -> the program of one device: local program, joint graph, two halves. Nothing is searched here."""
+"""Lower a graph and a plan to the program of one device: local program, joint graph, two halves. No search is here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from autopar.space.schedule import schedule_of, travels_alone
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
-    """All that a rank needs to run one traced program: pure code, no process group."""
+    """All that a rank needs to run one traced program: pure code, without process groups."""
 
     graph: Graph
     plan: Plan
@@ -44,11 +44,11 @@ class Lowered:
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Every collective in order."""
+        """Text of every collective in order, those of the ending last."""
         return self.joint.collectives + (self.ending.joint.collectives if self.ending else ())
 
     def certified(self) -> Certificate:
-        """The program typed from how parameters are stored to how gradients have to lie, or a letter."""
+        """Certificate that the program leads from stored shardings to those due for its results; raises where not."""
         ending = None if self.ending is None else (self.ending.joint, self.ending.program.outputs)
         programs = [self.program] if self.ending is None else [self.program, self.ending.program]
         return certify(self.joint, _interface(self.graph, self.plan, programs, self.rows), ending)
@@ -71,9 +71,10 @@ def lower(
     gradients: bool = True,
     rows: OwnRows = NO_ROWS,
 ) -> Lowered:
-    """The program of the device at `coordinate` of the plan's mesh; without `gradients` its forward alone.
+    """The program of the device at `coordinate` of the plan's mesh; its forward alone without `gradients`.
 
-    `rows` say what ranks pass their own rows of. What is emitted has a certificate, or is refused by a letter.
+    `rows` names the inputs of which every rank passes its own rows. Unless certificates are switched off, the program
+    is certified, or refused by a letter.
     """
     lowered = _lowered(graph, plan, coordinate, device, gradients, rows)
     if certificate.is_wanted():
@@ -84,7 +85,7 @@ def lower(
 def _lowered(
     graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, gradients: bool, rows: OwnRows
 ) -> Lowered:
-    """The program of a device, of which nobody has asked yet whether its values lie as they have to."""
+    """The program of one device, not yet certified."""
     if plan.kernels and device != "cpu" and not kernels.can_run():
         raise NotServed(
             f"kernels={plan.kernels}, and Triton is not installed, which runs them on a {device} device",
@@ -126,10 +127,7 @@ def _lowered(
 
 
 def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: OwnRows) -> Interface:
-    """The shardings at the program's ends: all that its certificate is told of the plan.
-
-    Of the model it is told the whole shapes of what each op reads and gives.
-    """
+    """All that the certificate is told: the shardings at the program's ends, and the whole shapes around each op."""
     program = programs[0]
     of_rows = sharding_of_rows(rows.axes, plan.mesh) if rows.inputs else None
     inputs = [of_rows if name in rows.inputs else None for name in graph.inputs]
@@ -151,7 +149,7 @@ def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows:
 
 
 def _whole_shapes(program: LocalProgram) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """The whole shapes of what each op reads and gives; not of parameters that it reads beside values."""
+    """For each op its name and the whole shapes of what it reads and gives; parameters beside values are left out."""
     stored: set[fx.Node] = set()  # parameters, and what conversions make of them
     for node in program.fx.nodes:
         if "info" not in node.meta:
@@ -164,7 +162,7 @@ def _whole_shapes(program: LocalProgram) -> Iterator[tuple[str, list[tuple[int, 
 
 
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
-    """The place where the forward first reads each parameter that it reads."""
+    """The window and bucket in which forward first reads each parameter; parameters that no op reads are left out."""
     ops = [n for n in graph.nodes if info(n).kind == "op"]
     schedule, place = schedule_of(ops, window_bytes), {op: i for i, op in enumerate(ops)}
     found = {}

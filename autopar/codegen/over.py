@@ -1,4 +1,4 @@
-"""Results that are written over an operand, where nothing reads that afterwards."""
+"""Write results over an operand that nothing reads afterwards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def write_over(half: Half) -> None:
-    """Let a result take the memory of the first operand, of ops that can do so.
+    """Replace ops by their in-place twins where the first operand is not read afterwards.
 
     before    z = mm(c, w);  r = cross_entropy(z, t, -100, 0.0);  e = cross_entropy_backward(z, d, t, r[1], -100, 0.0)
     after     z = mm(c, w);  r = cross_entropy(z, t, -100, 0.0);  e = cross_entropy_backward_(z, d, t, r[1], -100, 0.0)
 
-    The memory is one that an op of this half has made, and no op reads later; a collective that reads it may be under
-    way still.
+    An op of this half must have made that operand, and all its readers must come before and read it at once: a
+    collective that reads it may still be under way.
     """
     able = [(n, twin) for n in half.graph.nodes if n.op == "call_function" and (twin := twin_of(n.target)) is not None]
     if not able:
@@ -41,11 +41,11 @@ def write_over(half: Half) -> None:
 
 
 def _reads_at_once(node: fx.Node) -> bool:
-    """Has it read its operands when the next node runs?"""
+    """Whether the node has read its operands by the time the next node runs; an asynchronous collective has not."""
     return isinstance(node.target, OpOverload) or node.target is part_start
 
 
 def _is_made_here(node: fx.Node) -> bool:
-    """Is it the one result of an op of torch's, in a memory of its own?"""
+    """Whether the node is a torch op with one result, in memory of its own."""
     target = node.target
     return isinstance(target, OpOverload) and len(target._schema.returns) == 1 and not is_view(node)

@@ -1,6 +1,6 @@
-"""inputs="local": every rank passes its own rows of the batch, as its data loader gives them.
+"""Inputs of `inputs="local"`: every rank passes its own rows of the batch, as its data loader gives them.
 
-Which, the plan says once; all that the ranks must agree on is how many rows there are.
+The plan says once which rows; ranks only have to agree on how many there are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_ROWS = OwnRows()  # every rank passes whole inputs
 
 
 def rows_of(graph: Graph, plan: Plan) -> OwnRows:
-    """The rows of inputs that the plan cuts."""
+    """The axes by which the plan cuts rows of inputs, major first, and the names of the inputs that are cut so."""
     axes: tuple[int, ...] = ()
     rows = None
     for name, node in graph.inputs.items():
@@ -53,9 +53,10 @@ def rows_of(graph: Graph, plan: Plan) -> OwnRows:
 
 
 def _check_turns(graph: Graph, parts: int, rows: int) -> None:
-    """Raise a letter where micro-batches of the ranks' own rows would not be those of the batch.
+    """Raise a letter where micro-batches of the ranks' own rows would differ from those of the batch.
 
-    A turn takes some rows of every rank: what counts rows in the batch's order would count others.
+    A micro-batch takes some rows of every rank, so an op that depends on the places of rows in the batch would see
+    others.
     """
     counted = [n for n in graph.nodes if info(n).in_time[0] or op_name(n) == "turn"]
     if counted:
@@ -73,13 +74,13 @@ def _check_turns(graph: Graph, parts: int, rows: int) -> None:
 
 
 def cut_rows(steps: Sequence[Step]) -> tuple[int, ...]:
-    """The axes by which a conversion of something whole cuts its rows before anything is sent."""
+    """The axes by which a conversion of a whole value slices its rows before it communicates."""
     local = itertools.takewhile(lambda s: s.kind == "slice", steps)
     return tuple(s.axis for s in local if s.dim == 0 and not s.blocks)
 
 
 def from_rows(axes: Sequence[int], steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps that lead where these lead, from rows that are cut already.
+    """Conversion steps with the same end as `steps`, but that start from rows which `axes` cut already.
 
     before    slice(1)@tp; slice(0)@dp                 # of the whole
     after     slice(1)@tp                              # of the rows of dp
@@ -94,7 +95,7 @@ def from_rows(axes: Sequence[int], steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def sharding_of_rows(axes: Sequence[int], mesh: DeviceMesh) -> Sharding:
-    """Rows cut by these axes, the first as the major one."""
+    """The sharding of rows that these axes cut, the first as the major one."""
     return Sharding(
         tuple(S(0) if a in axes else R for a in range(len(mesh.shape))),
         (*axes, *(a for a in range(len(mesh.shape)) if a not in axes)),
@@ -104,9 +105,9 @@ def sharding_of_rows(axes: Sequence[int], mesh: DeviceMesh) -> Sharding:
 def least_and_most(
     shapes: Mapping[str, tuple[int, ...]], device: torch.device
 ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]:
-    """The shapes of a call with every dim but the rows as short, and as long, as that of any rank.
+    """The shapes of a call with every dim except the rows at its minimum, and at its maximum, over all ranks.
 
-    A letter where ranks pass other inputs.
+    Raises `Disagreement` where ranks pass inputs of other names, or of other numbers of dims.
     """
     sizes = [n for shape in shapes.values() for n in shape[1:]]
     kinds = _digest([(n, len(shape)) for n, shape in shapes.items()])
@@ -127,12 +128,12 @@ def least_and_most(
 
 
 def _digest(value: object) -> int:
-    """Seven bytes of a hash of what it prints as."""
+    """First seven bytes of a hash of the value's repr, as an integer."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 def _refuse_counted_items(named: Mapping[str, Any]) -> None:
-    """Raise an error where Hugging Face's Trainer passes the items of all ranks to the loss of one."""
+    """Raise where Hugging Face's Trainer passes `num_items_in_batch`: it scales the loss by the number of ranks."""
     is_counted = any(n.endswith("['num_items_in_batch']") and value is not None for n, value in named.items())
     if is_counted and world_size() > 1:
         raise NotServed(
@@ -150,7 +151,7 @@ def _refuse_counted_items(named: Mapping[str, Any]) -> None:
 
 
 class Parts:
-    """The part of each input that a rank passes, and the call of all ranks that is made of one rank's."""
+    """Which rows of the inputs each rank passes, and the call on the whole batch that follows from one rank's call."""
 
     def __init__(
         self, plan: Plan, device: torch.device, axes: Sequence[int], known: Sequence[str], cut: Collection[str]
@@ -168,20 +169,20 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """Into how many parts rows are cut."""
+        """Number of parts into which rows are cut."""
         return math.prod(self.mesh.shape[a] for a in self.axes)
 
     def index(self, rank: int) -> int:
-        """The number of the part of the rows that a rank passes."""
+        """Number of the part of the rows that a rank passes."""
         here, found = self.mesh.coordinate(rank), 0
         for a in self.axes:
             found = found * self.mesh.shape[a] + here[a]
         return found
 
     def whole(self, named: Mapping[str, Any], structure: pytree.TreeSpec) -> tuple[dict[str, Any], frozenset[str]]:
-        """The leaves of all ranks' call from those of this one, shapes alone, and which of them have rows.
+        """The inputs of the whole batch, as meta tensors made from this rank's, and the names of those that have rows.
 
-        A letter on every rank where the ranks' do not go together.
+        Raises a letter on every rank where the ranks' inputs do not fit together.
         """
         _refuse_counted_items(named)
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.dim()}
@@ -220,7 +221,7 @@ class Parts:
         return whole, cut
 
     def _rows_of(self, tensors: Mapping[str, Tensor]) -> int:
-        """The number of rows that this rank passes; -1 where inputs have different ones, 0 where none is cut."""
+        """Number of rows that this rank passes; -1 where its inputs have different ones, 0 where none is cut."""
         mine = {len(t) for n, t in tensors.items() if n in self.names}
         mine = mine or {len(t) for n, t in tensors.items() if n not in self.known}
         if not self.axes:
@@ -228,7 +229,7 @@ class Parts:
         return mine.pop() if len(mine) == 1 else -1
 
     def _total(self, counts: Sequence[int]) -> int:
-        """The rows of the batch of all ranks; an error where theirs are no parts of one."""
+        """Number of rows of the whole batch; raises `BadInput` where the ranks' rows are not the parts of one batch."""
         total = sum({self.index(r): n for r, n in enumerate(counts)}.values())
         due = [local_shape((total,), self.sharding, self.mesh, self.mesh.coordinate(r))[0] for r in range(len(counts))]
         if self.axes and (list(counts) != due or 0 in counts):
@@ -240,9 +241,9 @@ class Parts:
         return total
 
     def all_hold(self, named: Mapping[str, Any], cut: Collection[str]) -> None:
-        """Compare hashes of values on all ranks.
+        """Compare hashes of input values over all ranks, and raise `Disagreement` where they differ.
 
-        Ranks of the same part hold the same rows, and all the same of what is whole.
+        Ranks of one part must hold the same rows, and all ranks the same values of inputs that are whole.
         """
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor)}
         of_rows = numbers_of([t for n, t in tensors.items() if n in cut])

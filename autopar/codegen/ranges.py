@@ -1,4 +1,4 @@
-"""An emitted half whose ops are ranges of torch.profiler, with the names that the plan has for them."""
+"""Wrap the ops of an emitted half in torch.profiler ranges that carry the plan's names."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _MOVES = frozenset((*(call for name, call in STEPS.items() if name not in ("slic
 
 
 def begin(name: str) -> record_function:
-    """Open a range."""
+    """Open a profiler range."""
     opened = record_function(name)
     opened.__enter__()
     return opened
 
 
 def end(opened: record_function) -> None:
-    """Close it."""
+    """Close a profiler range."""
     opened.__exit__(None, None, None)
 
 
 def with_ranges(half: fx.Graph, part: str, places: Mapping[str, str]) -> fx.Graph:
-    """A copy of a half in which every run of ops of one place is a range.
+    """Copy of a half in which every run of ops of one site is a profiler range.
 
     before    a = mm(x, w);  b = add(a, c);  d = all_reduce(b, axis)
     after     r = begin("up/linear, forward");  a = mm(x, w);  b = add(a, c);  end(r);  ...
 
-    `places` has the name in the plan of each op of the local program.
+    `places` gives the plan's name of each op of the local program; `part` is "forward" or "backward".
     """
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

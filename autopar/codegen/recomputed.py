@@ -1,7 +1,7 @@
-"""What backward makes again of a local program, and when: what the plan names, and the views of it.
+"""Which nodes of a local program backward recomputes, and where: the values that the plan names, and views of them.
 
-The set and the order are those of the plan, never of the emitted nodes: parts are uneven, so that a rank may read less
-than another, and all must repeat the same collectives in the same order.
+Set and order follow the plan, never the emitted nodes: with uneven parts one rank may read less than another, but all
+must repeat the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autopar.space.saved import kept_by, memories
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recomputed:
-    """Nodes of a local program by name: the places of all in forward, and where what comes again is wanted.
+    """Recomputed nodes of a local program by name, with the places in forward whose backward wants each of them.
 
-    Backward goes through the places in reverse: a node comes again before the backward of the op at the place that
-    wants it. None is wanted before the places of its readers. What is made in passing is wanted at several places, the
-    latest in forward first: once for the backward of a later segment, and once more for that of its own.
+    Backward goes through the places in reverse: a node is recomputed before the backward of the op at the place that
+    wants it, and no later than the recomputed nodes that read it. A node that is made in passing is wanted at several
+    places, the latest in forward first: once for the backward of a later segment, and once more for that of its own.
     """
 
     places: dict[str, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Recomputed:
 
     @property
     def key(self) -> Hashable:
-        """Equal where the same comes again at the same places."""
+        """A key that is equal where the same nodes are recomputed at the same places."""
         return tuple(sorted(self.wanted.items()))
 
 
@@ -42,9 +42,10 @@ NOTHING = Recomputed()
 
 
 def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) -> Recomputed:
-    """The nodes that make the values which the plan recomputes.
+    """The nodes that make the values which the plan recomputes, with the places that want them.
 
-    An op that shows its operand's memory follows it: a kernel may lay out that operand so that showing it takes a copy.
+    Ops that view the memory of a recomputed operand are included: where a kernel lays out that operand otherwise, the
+    view is a copy.
     """
     if not plan.recomputed:
         return NOTHING
@@ -67,10 +68,10 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passing:
-    """Values that come in passing, by the times of ops: conversions and parts have those of their ops."""
+    """Values that are made in passing, and the times of ops; conversions and parts have the times of their ops."""
 
     times: Mapping[fx.Node, int]
-    until: Mapping[fx.Node, int]  # of each such node: it is made in passing for the backward of later ops
+    until: Mapping[fx.Node, int]  # by node: made in passing for the backward of ops later than this time
 
     @staticmethod
     def of(
@@ -100,7 +101,7 @@ class _Passing:
         return _Passing(times, until)
 
     def among(self, made: Iterable[fx.Node], op: fx.Node) -> Iterator[fx.Node]:
-        """Those of the nodes that were made in passing for the backward of an op."""
+        """Nodes among `made` that were made in passing for the backward of `op`, and are dropped again."""
         for node in made if self.until else ():
             if self.times[op] > self.until.get(node, self.times[op]):
                 yield node
@@ -108,7 +109,7 @@ class _Passing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Demands:
-    """Values that are not saved and that the backward of each op reads, the last op first."""
+    """Which recomputed values the backward of each op reads, from the last op to the first."""
 
     nodes: Sequence[fx.Node]
     found: Mapping[fx.Node, None]
@@ -116,7 +117,7 @@ class _Demands:
     passing: _Passing
 
     def places(self) -> dict[fx.Node, list[int]]:
-        """The places that want each node; a node that no backward needs is not among them."""
+        """The places that want each node, the latest first; nodes that no backward needs are left out."""
         wanted: dict[fx.Node, list[int]] = {}
         there = set[fx.Node]()
         for place in range(len(self.nodes) - 1, -1, -1):
@@ -138,7 +139,7 @@ class _Demands:
             yield op
 
     def _chain(self, node: fx.Node, there: set[fx.Node]) -> list[fx.Node]:
-        """The nodes that have to come again for one, in order: before itself those that it reads."""
+        """The nodes to recompute for one node, operands first, itself last; all are added to `there`."""
         made, pending = list[fx.Node](), [node]
         while pending:
             if pending[-1] in there:
@@ -154,14 +155,14 @@ class _Demands:
 
 
 def _keeps(graph: Graph, device: str) -> dict[str, set[str]]:
-    """The operands that the backward of each op reads, by the names of nodes."""
+    """Names of the values that the backward of each op reads, by the op's name."""
     kind = "cpu" if device == "cpu" else "cuda"
     ops = [n for n in graph.nodes if info(n).kind == "op"]
     return {op.name: {value.name for value in kept_by(op, kind, emitted=True)[0]} for op in ops}
 
 
 def _views(graph: Graph) -> set[str]:
-    """The ops all of whose results lie on the memory of an operand."""
+    """Keys of the ops all of whose results share memory with an operand."""
     memory = memories(graph)
     ops = [n for n in graph.nodes if info(n).kind == "op"]
     return {

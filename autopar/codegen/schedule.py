@@ -1,4 +1,4 @@
-"""When an emitted half recomputes, and when its collectives of parameters begin and end, as `space/` prices them.
+"""Schedule an emitted half: when it recomputes, and when its collectives of parameters run, as `space/` prices them.
 
 Each pass has a before and an after; none changes what is computed.
 
@@ -9,8 +9,8 @@ Each pass has a before and an after; none changes what is computed.
                         begins
     reduce_beside       reductions of gradients begin where they stand, and end before the next begins or where they are
                         read
-    drop_idle_views     what lies so already is not shown once more (`idle_views.py`)
-    write_over          what nothing reads any more gives its memory to its gradient (`over.py`)
+    drop_idle_views     views that change nothing are removed (`idle_views.py`)
+    write_over          a gradient is written over an operand that nothing reads any more (`over.py`)
 
 Order of nodes is order of execution: a collective that has begun runs on its own while the ops after it compute, until
 its `finish`.
@@ -37,7 +37,7 @@ from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 
-_LOCAL = (STEPS["slice"], STEPS["lodge"])  # steps that wait for nobody
+_LOCAL = (STEPS["slice"], STEPS["lodge"])  # steps that do not communicate
 _BEGUN_BY = {
     STEPS["all_reduce"]: "all_reduce",
     STEPS["all_reduce_bucket"]: "all_reduce",
@@ -48,10 +48,10 @@ _BEGUN_BY = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Read:
-    """The place at which forward first reads a parameter: a window, and a bucket of it.
+    """Where forward first reads a parameter: its window, and its bucket within the window.
 
-    The bytes of the whole parameter; whether what is gathered of it is still there as backward begins; and whether its
-    gradient shares no bucket.
+    `nbytes` are those of the whole parameter. It `stays` where its gathered copy is kept for backward, and `is_alone`
+    where its gradient shares no bucket.
     """
 
     window: int
@@ -63,7 +63,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Half:
-    """One half of a training step, while its collectives are scheduled."""
+    """Forward or backward of a training step, while its collectives are scheduled."""
 
     graph: fx.Graph
     reads: Mapping[str, Read]  # of each parameter, by the name of its placeholder
@@ -71,21 +71,21 @@ class Half:
     kept: Mapping[str, int] = field(default_factory=dict)  # placeholders kept from forward, and the window of each
     recomputed: Recomputed = NOTHING  # what backward makes again, and where that is wanted
     outputs: int | None = None  # of forward, how many of its results leave the step; the others are saved
-    regrouped: frozenset[str] = frozenset()  # views that change whole shapes, whatever parts look like
+    regrouped: frozenset[str] = frozenset()  # views that change whole shapes, even where shapes of parts stay
 
     @property
     def leaving(self) -> list[fx.Node]:
-        """The results that the caller gets: outputs, or gradients."""
+        """The results that the caller gets: outputs in forward, gradients in backward."""
         results: Any = self.graph.output_node().args[0]
         return [n for n in results[: self.outputs] if isinstance(n, fx.Node)]
 
     def text(self) -> str:
-        """The graph as Python that a person can read."""
+        """The graph as readable Python."""
         return str(self.graph.python_code("self").src)
 
 
 def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node]:
-    """The nodes made of one parameter alone, each with that parameter."""
+    """The nodes that are made of one parameter alone, each with the placeholder of that parameter."""
 
     def is_parameter(node: fx.Node) -> bool:
         return node.op == "placeholder" and node.name in reads
@@ -94,7 +94,7 @@ def fetched(graph: fx.Graph, reads: Mapping[str, Read]) -> dict[fx.Node, fx.Node
 
 
 def repeat_in_passing(half: Half) -> None:
-    """Let what is recomputed in passing come once for each place that wants it.
+    """Copy nodes that are recomputed in passing, once for each place that wants them.
 
     before    a = gelu(x);  b = mm(a, w);  e = mm(g, b);  f = mm(g, a)              # a is wanted at 8, by b, and at 3
     after     a = gelu(x);  b = mm(a, w);  c = gelu(x);  e = mm(g, b);  f = mm(g, c)
@@ -111,7 +111,7 @@ def repeat_in_passing(half: Half) -> None:
 
 
 def _instances(half: Half) -> dict[fx.Node, dict[int, fx.Node]]:
-    """A copy of each recomputed node for each place that wants it, the node itself for the first of them."""
+    """Copies of each node that several places want, by place; the node itself serves the first place."""
     wanted, places = half.recomputed.wanted, half.recomputed.places
     instances: dict[fx.Node, dict[int, fx.Node]] = {}
     for node in [n for n in half.graph.nodes if n.meta.get(RECOMPUTED)]:
@@ -133,7 +133,7 @@ def _instances(half: Half) -> dict[fx.Node, dict[int, fx.Node]]:
 
 
 def _read_nearest(several: Mapping[int, fx.Node], places: Mapping[str, int]) -> None:
-    """Let each reader of a node read the copy that comes last before it."""
+    """Redirect each reader of a repeated node to the last copy before it."""
     first = several[max(several)]
     for reader in list(first.users):
         place = reader.meta[WANTED] if WANTED in reader.meta else places.get(reader.meta.get(BACK, ""), -1)
@@ -142,12 +142,10 @@ def _read_nearest(several: Mapping[int, fx.Node], places: Mapping[str, int]) -> 
 
 
 def recompute_late(half: Half) -> None:
-    """Move what is recomputed before the backward of the op that wants it first.
+    """Move recomputed nodes before the backward of the op that wants them first, or before an earlier reader.
 
     before    a = gelu(x);  b = gelu(y);  d = mm(g, w);  e = gelu_backward(d, y, b);  f = gelu_backward(e, x, a)
     after     d = mm(g, w);  b = gelu(y);  e = gelu_backward(d, y, b);  a = gelu(x);  f = gelu_backward(e, x, a)
-
-    Or before what reads it, where that comes earlier.
     """
     made = [n for n in half.graph.nodes if n.meta.get(RECOMPUTED)] if half.is_backward else []
     if not made:
@@ -155,8 +153,8 @@ def recompute_late(half: Half) -> None:
     places, wanted = half.recomputed.places, half.recomputed.wanted
     rest = [n for n in half.graph.nodes if n.op != "placeholder" and not n.meta.get(RECOMPUTED)]
     at = {node: i for i, node in enumerate(rest)}
-    steps: list[int] = []  # the places to which backward comes, each lower than all before,
-    begins: list[int] = []  # and where
+    steps: list[int] = []  # negated places that backward reaches, in ascending order,
+    begins: list[int] = []  # and the index in `rest` at which each begins
     for node, i in at.items():
         place = places.get(node.meta.get(BACK, ""))
         if place is not None and (not steps or -place > steps[-1]):
@@ -177,10 +175,10 @@ def recompute_late(half: Half) -> None:
 
 
 def _sink(half: Half) -> None:
-    """Move what is recomputed without a parameter on to its first reader, but past no collective.
+    """Move recomputed nodes that read no parameter down to their first reader, but past no collective.
 
-    Parts of ranks are uneven, so that their first readers may differ: the order of collectives, and of what is gathered
-    for an op, must not.
+    With uneven parts the first readers of ranks may differ, but the order of collectives, and of gathers for an op,
+    must not.
     """
     held, barrier = fetched(half.graph, half.reads), half.graph.output_node()
     for node in reversed(list(half.graph.nodes)):
@@ -196,12 +194,10 @@ def _sink(half: Half) -> None:
 
 
 def fetch_late(half: Half) -> None:
-    """Move what is made of a parameter alone to its first reader.
+    """Move nodes that are made of a parameter alone down to their first reader; recomputed ones stand there already.
 
     before    w = all_gather(p);  v = all_gather(q);  y = mm(x, w);  z = mm(y, v)
     after     w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
-
-    What is recomputed stands there already.
     """
     made = [n for n in fetched(half.graph, half.reads) if n.op != "placeholder" and not n.meta.get(RECOMPUTED)]
     for node in reversed(made):  # its readers have moved before
@@ -210,9 +206,9 @@ def fetch_late(half: Half) -> None:
 
 
 def gather_ahead(half: Half) -> None:
-    """Gather the parameters of a window in one message that moves beside another window.
+    """Prefetch the parameters of a window in one message per axis and dtype, beside the compute of its neighbour.
 
-    Beside the one before it in forward, the one after it in backward.
+    The neighbour is the window before it in forward, and the window after it in backward.
 
     before    y = mm(x, u);   w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)          # u is of
               window 0, p and q of window 1
@@ -244,7 +240,7 @@ Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
 def _begins(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, fx.Node]:
-    """The first reader of a parameter in each window."""
+    """The first node of each window that reads a parameter."""
     begins: dict[int, fx.Node] = {}
 
     def note(window: int, reader: fx.Node) -> None:
@@ -262,9 +258,9 @@ def _begins(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, fx.Node]:
 
 
 def _rounds(half: Half, made: Mapping[fx.Node, fx.Node]) -> tuple[dict[int, Gathers], dict[int, Gathers]]:
-    """The first gather of each parameter, by window; and those that follow it over other axes, by round.
+    """The first gather of each parameter by window, and later gathers over other axes by their number in the chain.
 
-    What the plan recomputes is gathered where it is wanted, one by one.
+    Gathers that the plan recomputes are left out: they stay one by one, where they are wanted.
     """
     first: dict[int, Gathers] = {}
     further: dict[int, Gathers] = {}
@@ -282,7 +278,7 @@ def _rounds(half: Half, made: Mapping[fx.Node, fx.Node]) -> tuple[dict[int, Gath
 
 
 def _move_before(place: fx.Node, nodes: list[fx.Node], made: Mapping[fx.Node, fx.Node]) -> None:
-    """Move what leads from parameters to these nodes before a place that they stand behind."""
+    """Move the steps that lead from parameters to these nodes in front of `place`, where they stand behind it."""
     for node in nodes:
         for before in reversed(_before(node, made)):
             if place < before:
@@ -292,7 +288,7 @@ def _move_before(place: fx.Node, nodes: list[fx.Node], made: Mapping[fx.Node, fx
 def _gather_together(
     graph: fx.Graph, gathers: Mapping[fx.Node, tuple[int, int]], made: Mapping[fx.Node, fx.Node]
 ) -> None:
-    """Let gathers that do not move beside compute travel a bucket at a time.
+    """Bucket gathers that are not prefetched: one message for each axis, dtype and bucket.
 
     before    w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
     after     g = all_gather_bucket([p, q]);  w = g[0];  v = g[1];  y = mm(x, w);  z = mm(y, v)
@@ -312,18 +308,18 @@ def _gather_together(
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """The ops that read a value, or what hands it on."""
+    """The ops that read a value, directly or through nodes that only pass it on."""
     return [user for user in walks.uses(node, hands_on) if user.op != "output" and not hands_on(user)]
 
 
 def _begin(graph: fx.Graph, kind: str, tensors: object, axis: object, *numbers: object) -> fx.Node:
-    """Let one message of these tensors begin. They may end when it is packed."""
+    """Begin one message of these tensors; their memory may be freed once they are packed."""
     packed = graph.call_function(PACK[kind], (tensors, axis, *numbers))
     return graph.call_function(BEGIN[kind], (packed, axis))
 
 
 def _before(node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
-    """The nodes that lead from a parameter to this one, the last first."""
+    """The steps between a parameter and this node, the last first."""
     found = []
     while (node := node.all_input_nodes[0]) in made and node.op != "placeholder":
         found.append(node)
@@ -331,7 +327,7 @@ def _before(node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
 
 
 def _finish_before(graph: fx.Graph, begun: fx.Node, nodes: list[fx.Node], place: fx.Node) -> None:
-    """Take the results of what has begun at a place, in the place of these nodes."""
+    """Finish a collective before `place`, and replace these nodes by its results."""
     begun.meta["val"] = [n.meta["val"] for n in nodes]
     with graph.inserting_before(place):
         done = graph.call_function(finish, (begun,))
@@ -339,7 +335,7 @@ def _finish_before(graph: fx.Graph, begun: fx.Node, nodes: list[fx.Node], place:
 
 
 def _hand_out(graph: fx.Graph, together: fx.Node, nodes: list[fx.Node]) -> None:
-    """Put the parts of one result in the place of these nodes."""
+    """Replace these nodes by the parts of one result."""
     together.meta["val"] = [n.meta["val"] for n in nodes]
     with graph.inserting_after(together):
         for i, node in reversed(list(enumerate(nodes))):
@@ -351,13 +347,13 @@ def _hand_out(graph: fx.Graph, together: fx.Node, nodes: list[fx.Node]) -> None:
 
 
 def reduce_beside(half: Half) -> None:
-    """Let a reduction of gradients run beside the ops that follow it; one is under way at a time.
+    """Run each reduction of gradients beside the ops that follow it; one is under way at a time.
 
     before    g = all_reduce(d, "dp");  e = mm(...);  h = all_reduce(e, "dp");  return g, h
     after     a = begin_all_reduce(pack([d]), "dp");  e = mm(...);  g = finish(a)[0];  b = begin_all_reduce(pack([e]),
               "dp");  h = finish(b)[0];  return g, h
 
-    What is done with a sum before it leaves, such as a slice, is done where it ends.
+    Steps on a reduced gradient before it leaves, such as a slice, move to where the reduction finishes.
     """
     if not half.is_backward:
         return
@@ -374,7 +370,7 @@ def reduce_beside(half: Half) -> None:
         if under_way is not None:
             under_way.finish(graph, node)
         begun = _begin_reduction(graph, kind, node, results if is_bucket else None)
-        # an op's own reduction ends where the op's gradient is read: what is whole is then gone
+        # an op's own reduction ends where the op's gradient is read, so that the unreduced gradient can be freed
         goes_on = _is_done_alone if is_bucket else functools.partial(_is_done_alone, conversion=node.meta.get(BACK))
         readers = {user for r in results for user in walks.uses(r, goes_on)}
         steps = sorted(filter(goes_on, readers))
@@ -389,7 +385,7 @@ def reduce_beside(half: Half) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UnderWay:
-    """A reduction that has begun: the nodes that it stands for, and what reads them."""
+    """A reduction that has begun: the nodes that it replaces, and what reads them."""
 
     begun: fx.Node
     results: list[fx.Node]
@@ -397,7 +393,7 @@ class _UnderWay:
     readers: list[fx.Node]  # of the results or of what these steps make of them
 
     def finish(self, graph: fx.Graph, place: fx.Node) -> None:
-        """End it at this place, or before its first reader, and do the steps there."""
+        """Finish the reduction before `place`, or before its first reader, with the steps that follow it."""
         place = min([place, *self.readers])
         for node in self.steps:
             place.prepend(node)
@@ -405,9 +401,9 @@ class _UnderWay:
 
 
 def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.Node] | None) -> fx.Node:
-    """Begin a reduction where it stands, as a message of one tensor, or of those of a bucket that are `read`.
+    """Begin a reduction where it stands: of its one tensor, or of those tensors of a bucket that are `read`.
 
-    While gradients wait, some of a bucket may be read before they are reduced.
+    While micro-batches accumulate, only some gradients of a bucket may be read.
     """
     tensors, axis, *numbers = node.args
     with graph.inserting_before(node):
@@ -419,13 +415,13 @@ def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.No
 
 
 def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
-    """Do they, through steps and views of their own, only reach the end?"""
+    """Whether the nodes have readers, and reach `end` through steps and views alone."""
     users = [user for node in nodes for user in walks.uses(node, hands_on)]
     return bool(users) and all(user is end or hands_on(user) for user in users)
 
 
 def _is_done_alone(node: fx.Node, conversion: str | None = None) -> bool:
-    """Is this a step, cast, copy or view of one tensor, of this conversion if of any, that waits for nobody?"""
+    """Whether the node is a local step, cast, copy or view of one tensor, of `conversion` where one is given."""
     is_of_it = conversion is None or node.meta.get(BACK) == conversion
     return hands_on(node) and node.target not in COLLECTIVES and is_of_it
 

@@ -1,11 +1,13 @@
-"""Local program -> its forward and backward in one graph of ATen code. What a model repeats is traced once.
+"""Trace a local program and its gradients into one graph of ATen code; blocks that a model repeats are traced once.
 
-segments    runs of ops under one numbered module ("layers.3"), and what stands between them
-forward     on fake tensors, segment by segment: how what a segment leaves lies in memory
-backward    from the last segment to the first: make_fx over torch.autograd.grad; segments that are alike - ops,
-            constants, how their inputs and the gradients that arrive lie - share one trace
-compose     copies of the traces: forwards in order, backwards in reverse; gradients of what several segments read are
-            added up; nodes say of which op of the local program they come, those of a backward too
+A trace is made in four stages:
+
+    segments    runs of ops under one numbered module ("layers.3"), and what stands between them
+    forward     on fake tensors, segment by segment: the memory layout of what each segment leaves
+    backward    from the last segment to the first: make_fx over torch.autograd.grad; segments that are alike - ops,
+                constants, layouts of inputs and of arriving gradients - share one trace
+    compose     copies of the traces: forwards in order, backwards in reverse; gradients of values that several segments
+                read are added up; each node is marked with the op of the local program that it belongs to
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from autopar.runtime.private import FakeTensor, FakeTensorMode, OpOverload, clea
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Ops that follow each other, what they read from before, and what is read of them after."""
+    """A run of ops, the values that it reads from outside, and those of its values that are read outside."""
 
     nodes: list[fx.Node]
     reads: list[fx.Node]
@@ -45,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """The graph of one segment: what it leaves, and a gradient for each of its inputs that has one."""
+    """Trace of one segment: its outputs, and a gradient or None for each of its inputs."""
 
     inputs: list[fx.Node]
     tangents: list[fx.Node]
@@ -56,12 +58,12 @@ class Traced:
 
 
 def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> JointGraph:
-    """The local program and the gradients of its `differentiable` outputs as one graph."""
+    """The joint graph of a local program and the gradients of its `differentiable` outputs."""
     placeholders = [n for n in program.fx.nodes if n.op == "placeholder"]
     ends: list[fx.Node] = list(program.fx.output_node().args[0])
     wanted = [i for i, n in enumerate(placeholders) if program.types[n.name].requires_grad] if differentiable else []
     segments = _segments(program, set(ends))
-    # values that come from nothing are made there
+    # ops without operands make their results on this device
     there = torch.device(device) if device != "cpu" else contextlib.nullcontext()
     with FakeTensorMode(), torch.enable_grad(), there:
         lies: dict[fx.Node, TensorForm] = {}
@@ -88,7 +90,7 @@ def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> 
 
 
 def _lay_out(segments: Sequence[Segment], lies: dict[fx.Node, TensorForm], device: str) -> None:
-    """Note how every value that a segment leaves lies; segments that are alike are run once."""
+    """Add the layout of every value that a segment leaves to `lies`; segments that are alike run once."""
     known: dict[Any, list[TensorForm]] = {}
     for segment in segments:
         key = (segment.likeness, tuple(lies[n] for n in segment.reads))
@@ -101,9 +103,9 @@ def _lay_out(segments: Sequence[Segment], lies: dict[fx.Node, TensorForm], devic
 def _traces(
     segments: Sequence[Segment], lies: Mapping[fx.Node, TensorForm], arriving: dict[fx.Node, TensorForm], device: str
 ) -> list[Traced]:
-    """The trace of each segment, from the last to the first: it depends on the gradients that arrive.
+    """The trace of each segment; made from the last to the first, as each depends on the gradients that arrive.
 
-    `arriving` says how the gradients of the outputs lie, and learns of the others.
+    `arriving` holds the layouts of the gradients of outputs, and is completed by those of all other values.
     """
     known: dict[Any, Traced] = {}
     sums: dict[tuple[TensorForm, TensorForm], TensorForm] = {}
@@ -129,7 +131,7 @@ def _traces(
 
 
 class _Composition:
-    """One graph of copies of the traces, one after the other."""
+    """One graph made of copies of the traces, one after the other."""
 
     def __init__(self, lies: Mapping[fx.Node, TensorForm], device: str) -> None:
         self.graph = fx.Graph()
@@ -140,7 +142,7 @@ class _Composition:
         self.places: list[dict[fx.Node, fx.Node]] = []  # of each segment: node of its trace -> its copy
 
     def placeholder(self, name: str, of: fx.Node | None, like: TensorForm) -> fx.Node:
-        """A placeholder for a value that lies like this."""
+        """Add a placeholder of this layout; it stands for the value `of` of the local program where that is given."""
         made = self.graph.placeholder(name)
         made.meta["val"] = like.empty(self.device).detach()
         if of is not None:
@@ -148,7 +150,7 @@ class _Composition:
         return made
 
     def add(self, value: fx.Node, gradient: fx.Node) -> None:
-        """Add to the gradient of a value of the local program."""
+        """Add `gradient` to the gradient of a value of the local program."""
         if value in self.gradients:
             before = self.gradients[value]
             both = self.graph.call_function(torch.ops.aten.add.Tensor, (before, gradient))
@@ -166,7 +168,7 @@ class _Composition:
             self.places.append(at)
 
     def backward(self, segments: Sequence[Segment], traces: Sequence[Traced]) -> None:
-        """Copy the backwards, in reverse; gradients of what several segments read are added up."""
+        """Copy the backwards, in reverse; gradients of values that several segments read are added up."""
         for segment, traced, at in zip(reversed(segments), reversed(traces), reversed(self.places), strict=True):
             given = [self.gradients[n] for n in segment.leaves if n in self.gradients]
             at.update(zip(traced.tangents, given, strict=True))
@@ -206,27 +208,27 @@ def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _said(node: fx.Node, number: Mapping[fx.Node, str]) -> tuple[Any, ...]:
-    """An op, its arguments and which of its outputs want gradients, without the names of nodes."""
+    """A key of an op: target, arguments and which outputs have gradients; operands by number, not by name."""
     words = repr(fx.map_arg((node.args, node.kwargs), lambda a: _Said(number[a])))
     return node.target, words, tuple(t.requires_grad for t in info(node).outputs)
 
 
 class _Said(str):
-    """The source of an operand, as the text of a call names it."""
+    """Number of an operand in the text of a call; its repr has no quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def _is_several(node: fx.Node) -> bool:
-    """Does it give a tuple, whose parts stand beside it?"""
+    """Whether the node gives a tuple whose parts are nodes of their own."""
     return len(info(node).outputs) > 1 and any(info(u).kind == "part" for u in node.users)
 
 
 def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
-    """The values that a segment leaves.
+    """Run a segment and return the values that it leaves.
 
-    What is traced meanwhile, or in their backward, says of which op it comes.
+    Nodes that are traced meanwhile, and those of their backward, are marked with the op that they belong to.
     """
     seen = {getattr(value, "grad_fn", None) for value in env.values()}
     for place, node in enumerate(segment.nodes):
@@ -241,13 +243,13 @@ def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
 
 
 def _say(place: int, *_: Any) -> None:
-    """Let what is traced from here on come of this op, until another says so."""
+    """Mark all nodes traced from here on as backward of the op at `place`, until the next call."""
     traceback.current_meta["custom"] = {BACK: place}
 
 
 @contextlib.contextmanager
 def _without_a_say() -> Iterator[None]:
-    """Forget at the end of which op comes what is traced."""
+    """Drop the mark that `_say` has left when the block ends."""
     try:
         yield
     finally:
@@ -285,7 +287,7 @@ def _traced(
     needed = walks.ancestors(traced.outputs)
     for node in made.graph.nodes:
         if node.op == "call_function":
-            # a part of what forward makes: it would hold the others until backward
+            # one result of a forward op: taken in backward, it would keep the op's other results in memory
             if node.target is operator.getitem and node.args[0] in needed:
                 needed.add(node)
             (traced.forward if node in needed else traced.backward).append(node)
@@ -297,7 +299,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _write_out(made: fx.GraphModule, node: fx.Node, device: str) -> None:
-    """A constant as the call that makes it."""
+    """Replace a constant tensor by the call that makes it."""
     held = getattr(made, str(node.target))
     value = held.constant if isinstance(held, FakeTensor) else held
     with clean_room():

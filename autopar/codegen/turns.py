@@ -1,4 +1,4 @@
-"""A program of one micro-batch in two: what every turn runs, and what runs once on what the turns have added up."""
+"""Split the program of one micro-batch in two: what every turn runs, and the ending, which runs once on their sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.sharding.placement import Sharding
 class Ending:
     """The part of a program that runs once, after the last turn.
 
-    It takes values of the turns: sums of what each has, or what all have alike.
+    Its operands come from the turns: either a sum over all turns, or a value that every turn has alike.
     """
 
     program: LocalProgram
@@ -31,7 +31,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InTwo:
-    """The two parts of a program before they are lowered."""
+    """The two parts of a program, not yet lowered."""
 
     turn: LocalProgram
     ending: LocalProgram  # its inputs are the last results of a turn
@@ -40,13 +40,13 @@ class InTwo:
 
     @property
     def seed(self) -> int:
-        """The result of a turn that gradients go back through."""
+        """Index of the result of a turn from which backward starts."""
         first = len(self.turn.fx.output_node().args[0]) - len(self.crossing)
         return first + next(i for i, node in enumerate(self.crossing) if info(node).outputs[0].requires_grad)
 
 
 def in_two(program: LocalProgram) -> InTwo:
-    """Cut a program behind what turns add up.
+    """Cut a program behind the totals of its turns.
 
     before    s = cross_entropy(x, t);  u = total(s);  loss = convert(u, "all_reduce@dp", ...);  return loss
     after     s = cross_entropy(x, t);  return s                          # in every turn
@@ -74,7 +74,7 @@ def in_two(program: LocalProgram) -> InTwo:
 def _turn(
     program: LocalProgram, behind: set[fx.Node], ends: Sequence[fx.Node], outputs: tuple[Sharding, ...]
 ) -> LocalProgram:
-    """The program that every turn runs: all but what is behind, with these ends."""
+    """The program of every turn: all nodes except those `behind`, with these ends."""
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.fx.nodes:
         if node.op != "output" and node not in behind:
@@ -90,7 +90,7 @@ def _ending(
     ends: Sequence[fx.Node],
     outputs: tuple[Sharding, ...],
 ) -> LocalProgram:
-    """The program that runs once: what is behind, on what crosses."""
+    """The program that runs once: the nodes `behind`, with `crossing` as inputs."""
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     types: dict[str, TensorType] = {}
     for node in crossing:
@@ -107,7 +107,7 @@ def _ending(
 
 
 def lowered_ending(parts: InTwo, turn: Joint, device: str) -> Ending:
-    """The ending as forward and backward, on values as a turn leaves them."""
+    """The ending with its forward and backward, lowered for values as a turn leaves them."""
     left = list(turn.forward.output_node().args[0])[: turn.outputs]
     crossing = left[len(left) - len(parts.crossing) :]
     types = {
@@ -122,5 +122,5 @@ def lowered_ending(parts: InTwo, turn: Joint, device: str) -> Ending:
 
 
 def _is_added_up(node: fx.Node) -> bool:
-    """Is it the operand of a total?"""
+    """Whether the node is the operand of a total."""
     return any(user.target == OPS["total"] for user in node.users)

@@ -1,4 +1,4 @@
-"""The commands of `autopar`: each reads what a command line says, calls the compiler, and prints.
+"""The commands of `autopar`: each takes the parsed arguments, calls the compiler, and prints.
 
     models.py     a model and its inputs, from a file, a shipped configuration or a config.json
     planning.py   plan, fit
@@ -6,5 +6,5 @@
     machines.py   check, calibrate, bench, run
     verifying.py  verify: a plan's program beside one device
 
-A command is a function of its arguments that returns what the process exits with. `cli.py` says what they are.
+A command is a function from its arguments to the exit status of the process; `cli.py` declares them.
 """

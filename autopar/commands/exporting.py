@@ -1,8 +1,8 @@
-"""`autopar export`: what other systems can be told of a plan, and what they cannot, with its predicted seconds.
+"""`autopar export`: write a plan for other systems, and list what they cannot express, with predicted seconds.
 
-An axis of the mesh becomes one of their kinds: the batch in parts with whole parameters ("replicate") or with stored
-parts ("shard"), or weights in parts ("tensor"). Their tensor parallelism cuts linear layers by columns or by rows and
-tables by rows; everything else there is whole.
+Each axis of the mesh becomes one of three kinds: the batch cut with whole parameters ("replicate") or with sharded
+storage ("shard"), or weights cut ("tensor"). Their tensor parallelism cuts linear layers by columns or by rows, and
+tables by rows; everything else is whole there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_SHOWN = 12
 
 
 class Unsaid(NamedTuple):
-    """Something of a plan that a target cannot be told."""
+    """Something in a plan that a target cannot express."""
 
     what: str
     seconds: float  # of the step, predicted, that the plan spends there or saves by it
@@ -34,7 +34,7 @@ class Unsaid(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A plan as other systems see one."""
+    """A plan as other systems see it."""
 
     plan: Plan
     kinds: tuple[str, ...]  # of each axis of the mesh
@@ -45,7 +45,7 @@ class Told:
 
     @staticmethod
     def of(plan: Plan) -> Told:
-        """The figures of a plan, as far as they are known."""
+        """Translate a plan, as far as other systems can express it."""
         kinds = tuple(_kind(plan, axis) for axis in range(len(plan.mesh.shape)))
         if kinds.count("tensor") > 1:
             raise BadPlan(
@@ -58,7 +58,7 @@ class Told:
         return replace(said, unsaid=tuple(said._unsaid()))
 
     def degree(self, kind: str) -> int:
-        """Devices along the axes of a kind."""
+        """Number of devices along the axes of a kind."""
         found = 1
         for n, of in zip(self.plan.mesh.shape, self.kinds, strict=True):
             found *= n if of == kind else 1
@@ -99,7 +99,7 @@ class Told:
 
 
 def _is_within(module: str, around: Collection[str]) -> bool:
-    """Is it, or does it lie in, a module whose layers are cut? What stands between them is cut with them."""
+    """Whether a module is, or lies in, one whose layers are cut: what stands between these layers is cut with them."""
     return any(module == one or module.startswith(f"{one}.") for one in around if one)
 
 
@@ -108,7 +108,7 @@ def _has_weight(op: str) -> bool:
 
 
 def _kind(plan: Plan, axis: int) -> str:
-    """The kind of parallelism of an axis, by the seconds of products."""
+    """The kind of parallelism of an axis, by the seconds of products that it cuts."""
     seconds = {"weights": 0.0}
     for d in plan.decisions.values():
         if d.kind == "op" and _has_weight(d.op):
@@ -121,7 +121,7 @@ def _kind(plan: Plan, axis: int) -> str:
 
 
 def _styles(plan: Plan, kinds: tuple[str, ...]) -> tuple[dict[str, str], frozenset[str]]:
-    """The modules whose weight is cut along the tensor axis as others can be told."""
+    """Styles of the modules whose weight is cut along the tensor axis as others know it; and which are tables."""
     styles, tables = dict[str, str](), set[str]()
     axis = kinds.index("tensor") if "tensor" in kinds else -1
     for name, d in plan.decisions.items() if axis >= 0 else ():
@@ -144,7 +144,7 @@ _FLAGS = {"bfloat16": "bf16", "float16": "fp16"}  # of transformers' Trainer
 
 
 def _fsdp2(told: Told) -> str:
-    """A Python file: `parallelize(model)` on torch's own fully_shard and parallelize_module."""
+    """A Python file with `parallelize(model)`, on torch's own fully_shard and parallelize_module."""
     shape, policy = tuple(told.degree(kind) for kind in _KINDS), ""
     if told.plan.precision is not None:
         param, reduce = told.plan.precision
@@ -183,7 +183,7 @@ def _fsdp2(told: Told) -> str:
 
 
 def _style(name: str, style: str, told: Told) -> str:
-    """A module's style, as `parallelize_module` takes it."""
+    """A module's style for `parallelize_module`."""
     if name in told.tables:
         lies = "input_layouts=Replicate()" if style == "rowwise" else "output_layouts=Replicate()"
     else:
@@ -193,7 +193,7 @@ def _style(name: str, style: str, told: Told) -> str:
 
 
 def _hf(told: Told) -> str:
-    """JSON for transformers: `tp_plan` of from_pretrained, and the arguments of its Trainer."""
+    """JSON for transformers: `tp_plan` of from_pretrained, and arguments of its Trainer."""
     trainer: dict[str, Any] = {
         "fsdp": "full_shard" if told.degree("shard") > 1 else "",
     }
@@ -240,7 +240,7 @@ _FILES = {"fsdp2": "fsdp2.py", "hf": "tp_plan.json", "torchtitan": "titan.toml"}
 
 
 def export(asked: argparse.Namespace) -> int:
-    """Write a plan for another system, and say what is lost."""
+    """Write a plan for another system, and print what is lost."""
     told = Told.of(Plan.load(asked.plan))
     path = Path(asked.out or _FILES[asked.to])
     path.write_text(TARGETS[asked.to](told), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`autopar check`, `calibrate`, `bench` and `run`: what this machine has, and jobs on it."""
+"""`autopar check`, `calibrate`, `bench` and `run`: inspect and measure this machine, and start jobs on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "pulp", "networkx", "sympy", "numpy", "transformers", "tri
 
 
 def check(asked: argparse.Namespace) -> int:
-    """Versions, solvers, backends and devices; 1 where something that planning needs is missing."""
+    """Print versions, solvers, backends and devices; returns 1 where something that planning needs is missing."""
     solvers = pulp.listSolvers(onlyAvailable=True)
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()]
     devices = [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -64,7 +64,7 @@ def _device(i: int) -> str:
 
 
 def calibrate(asked: argparse.Namespace) -> int:
-    """Measure this machine, on processes of its own or as a rank of a job."""
+    """Measure this machine, on local processes or as a rank of a job."""
     given = (asked.mesh, asked.largest, asked.pairs, asked.out, not asked.without_ops, asked.into)
     if asked.ranks is not None and "RANK" not in os.environ:
         text = on_processes(asked.ranks, measure, *given, timeout_s=1800.0)[0]
@@ -77,12 +77,12 @@ def calibrate(asked: argparse.Namespace) -> int:
 
 
 def bench(asked: argparse.Namespace) -> int:
-    """Time kernels beside the ops that they stand for."""
+    """Time kernels beside the ops that they replace."""
     return subprocess.call([sys.executable, "-m", "autopar.bench", *asked.arguments])
 
 
 def _refuse_behind(script: str, arguments: list[str]) -> None:
-    """Raise a letter about an option of this command behind the script, which would get it."""
+    """Raise where an option of this command stands behind the script, which would get it."""
     for option in ("--ranks", "--nodes", "--endpoint") if arguments[:1] != ["--"] else ():
         if any(text == option or text.startswith(f"{option}=") for text in arguments):
             raise NotServed(
@@ -92,7 +92,7 @@ def _refuse_behind(script: str, arguments: list[str]) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Start a script on local ranks, by torchrun."""
+    """Start a script on local ranks by torchrun; returns its exit status."""
     if not os.path.isfile(asked.script):
         raise NotServed(f"there is no script {asked.script}", advice="autopar run --ranks 8 train.py")
     _refuse_behind(asked.script, asked.arguments)

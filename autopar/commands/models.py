@@ -1,4 +1,4 @@
-"""A model and its inputs, as a command line names them."""
+"""Make the model and inputs that a command line names."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _DEFAULT = {"batch": 8, "seq": 512}
 
 
 class NoModel(Letter):
-    """A command line names a model or inputs that cannot be made."""
+    """Raised where a command line names a model or inputs that cannot be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A model as it was named, and what its inputs were said to be."""
+    """A model and inputs, as a command line names them."""
 
     name: str
     inputs: str = ""
 
     def made(self, device: str = "meta") -> tuple[nn.Module, Any]:
-        """The model in training, and a batch for it; on a real device drawn from torch's generator."""
+        """The model in training mode, and a batch for it, with random values on a real device."""
         if re.fullmatch(r".+\.py:\w+", self.name):
             return self._by_function(device)
         entry = _configuration(self.name)
@@ -95,20 +95,20 @@ def _module(path: Path) -> Any:
 
 
 def _line_of(error: Exception, path: str) -> str:
-    """The last line of a user's file on the way to an error."""
+    """The last line of a user's file in an error's traceback; "" where there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     return f"{frames[-1].line}    {path}:{frames[-1].lineno}" if frames else ""
 
 
 def shipped() -> Mapping[str, Any]:
-    """Configurations by name."""
+    """The shipped configurations, by name."""
     text = resources.files("autopar.commands").joinpath("models.json").read_text(encoding="utf-8")
     found: Mapping[str, Any] = json.loads(text)
     return found
 
 
 def _configuration(name: str) -> Mapping[str, Any]:
-    """The architecture and the figures of a configuration: one that is shipped, or a config.json."""
+    """Architecture and values of a configuration, shipped or from a config.json."""
     known = shipped()
     if name in known:
         entry: Mapping[str, Any] = known[name]
@@ -137,7 +137,7 @@ def _transformers() -> Any:
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """`batch=8,seq=512` as numbers."""
+    """Parse `batch=8,seq=512`."""
     found: dict[str, int] = {}
     for item in filter(None, text.split(",")):
         name, _, number = item.partition("=")
@@ -150,7 +150,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _batch(config: Any, sizes: Mapping[str, int], device: str) -> dict[str, torch.Tensor]:
-    """A batch for a model of a configuration."""
+    """A batch for a model of this configuration."""
     if hasattr(config, "image_size") and "seq" in sizes:
         raise NoModel("a model of images has no seq", seen=f"seq={sizes['seq']}", advice="batch=8")
     sizes = {**_DEFAULT, **sizes}
@@ -167,7 +167,7 @@ def _batch(config: Any, sizes: Mapping[str, int], device: str) -> dict[str, torc
 
 
 def _tensors(text: str, device: str) -> dict[str, torch.Tensor]:
-    """`x=8x512,labels=8:int64` as tensors; whole numbers are 0 or 1."""
+    """Parse `x=8x512,labels=8:int64` and make the tensors; integers are 0 or 1."""
     found = {}
     for item in text.split(","):
         match = re.fullmatch(r"(\w+)=(\d+(?:x\d+)*)(?::(\w+))?", item)
@@ -189,7 +189,7 @@ def _whole(shape: tuple[int, ...], most: int, device: str) -> torch.Tensor:
 
 
 def count_of(model: nn.Module) -> str:
-    """The number of a model's parameters, in words."""
+    """Text about a model's number of parameters."""
     count = sum(p.numel() for p in model.parameters())
     power = min(3, int(math.log10(max(1, count))) // 3)
     return f"{count / 1000**power:.3g}{('', ' thousand', ' million', ' billion')[power]} parameters"

@@ -37,7 +37,7 @@ def asked_of(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan(asked: argparse.Namespace) -> int:
-    """Plan a model, print the plan, and write it."""
+    """Plan a model, print the plan, and save it where asked."""
     model, inputs = Named(asked.model, asked.inputs).made()
     found = autopar.plan(model, inputs, **asked_of(asked))
     if asked.beside:
@@ -51,14 +51,14 @@ def plan(asked: argparse.Namespace) -> int:
 
 
 def shown(found: Plan, asked: argparse.Namespace) -> str:
-    """A plan as a command line asks to see it."""
+    """A plan as text, table or JSON, as a command line asks."""
     if asked.json:
         return json.dumps(found.to_dict(), indent=2)
     return found.table() if asked.table else str(found)
 
 
 def fit(asked: argparse.Namespace) -> int:
-    """A table of the fewest devices of each kind that hold a training step."""
+    """Print the fewest devices of each kind that hold a training step."""
     model, inputs = Named(asked.model, asked.inputs).made()
     request = Request(
         mesh=1, memory_budget=asked.budget, precision=asked.precision, optimizer=_number_or_name(asked.optimizer)

@@ -1,4 +1,4 @@
-"""`autopar show`, `explain`, `report` and `diff`: plans that were saved."""
+"""`autopar show`, `explain`, `report` and `diff`, for saved plans."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from autopar.solver.text import SAME
 
 
 def show(asked: argparse.Namespace) -> int:
-    """A plan at one look, in full, or as JSON."""
+    """Print a plan as a summary, as a table, or as JSON."""
     print(shown(Plan.load(asked.plan), asked))
     return 0
 
 
 def explain(asked: argparse.Namespace) -> int:
-    """The decisions at the places that a name stands for."""
+    """Print the decisions at the places that a name matches."""
     print(Plan.load(asked.plan).explain(asked.place))
     return 0
 
 
 def report(asked: argparse.Namespace) -> int:
-    """A page about a plan."""
+    """Write a page about a plan."""
     path = write_report(Plan.load(asked.plan), asked.out)
     print(json.dumps({"report": str(path)}) if asked.json else path)
     return 0
 
 
 def diff(asked: argparse.Namespace) -> int:
-    """The places that two plans decide otherwise; 1 where they differ."""
+    """Print the places at which two plans differ; returns 1 where they do."""
     one, other = Plan.load(asked.plan), Plan.load(asked.other)
     said = one.diff(other)
     alike = said == SAME

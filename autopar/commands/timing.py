@@ -23,7 +23,7 @@ _WARM = 2  # steps before the one that is measured
 
 
 def timeline(asked: argparse.Namespace) -> int:
-    """Write a trace of the predicted step; with `--measure`, of one on local ranks too."""
+    """Write a trace of the predicted step; with `--measure`, also of one on local ranks."""
     named = Named(asked.model, asked.inputs)
     plan = autopar.plan(*named.made(), **asked_of(asked))
     predicted = plan.timeline()
@@ -51,7 +51,7 @@ def timeline(asked: argparse.Namespace) -> int:
 
 
 def _measured(rank: int, named: Named, plan: Plan, batch: Any) -> list[Event]:
-    """The events of a step on the first rank."""
+    """Events of a step on rank 0; empty on other ranks."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = named.made("cpu")[0]

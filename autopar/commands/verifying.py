@@ -1,4 +1,4 @@
-"""`autopar verify`: the program of a plan on local ranks beside one device."""
+"""`autopar verify`: compare the program of a plan on local ranks with one device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Found = tuple[float, dict[str, torch.Tensor]]  # the loss, and gradients by nam
 
 
 def verify(asked: argparse.Namespace) -> int:
-    """The largest errors of loss and gradients; 1 where one is too large."""
+    """Print the largest errors of loss and gradients; returns 1 where one is too large."""
     plan, named = Plan.load(asked.plan), Named(asked.model, asked.inputs)
     if plan.mesh.size > MOST_RANKS:
         raise BadPlan(
@@ -71,7 +71,7 @@ def verify(asked: argparse.Namespace) -> int:
 
 
 def _certificate(graph: Graph, plan: Plan) -> str:
-    """The certificate of the first device's program, in words."""
+    """The certificate of the first device's program, as text."""
     try:
         found = lower(graph, plan, (0,) * len(plan.mesh.shape)).certified()
     except NotCertified as e:
@@ -80,7 +80,7 @@ def _certificate(graph: Graph, plan: Plan) -> str:
 
 
 def _refuse_no_numbers(batch: Any) -> None:
-    """Raise a letter about inputs from which nothing can be compared."""
+    """Raise where an input has NaN or infinite values, with which nothing can be compared."""
     for tensor in pytree.tree_leaves(batch):
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
             raise BadInput(
@@ -90,7 +90,7 @@ def _refuse_no_numbers(batch: Any) -> None:
 
 
 def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
-    """Loss and gradients of one step."""
+    """Loss and whole gradients of one step."""
     loss = loss_of(forward, batch)
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -99,7 +99,7 @@ def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
 
 
 def _alone(named: Named, plan: Plan, graph: Graph, batch: Any) -> _Found:
-    """The single-device program: eager, or where it draws random numbers autopar's own, which draws by position."""
+    """Loss and gradients on one device: eager, or autopar's own program where random numbers are drawn by position."""
     if any(info(node).random >= 0 for node in graph.nodes):
         return on_processes(1, _on_one, named, plan, batch)[0]
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def _dtype(named: Named) -> str:
 
 
 def _errors(right: _Found, found: _Found) -> dict[str, float]:
-    """The error of each tensor: the norm of the difference, over its own or a thousandth of the mean one."""
+    """The error of each tensor: norm of the difference, over its own norm or a thousandth of the mean one."""
     norms = {name: float(g.double().norm()) for name, g in right[1].items()}
     mean = (sum(n * n for n in norms.values()) / max(1, len(norms))) ** 0.5
     errors = {"loss": abs(right[0] - found[0]) / max(abs(right[0]), 1e-12)}

@@ -1,9 +1,11 @@
-"""Trainers of other projects, on their public extension points. Nothing of them is imported unless its module is.
+"""Adapters for trainers of other projects, on their public extension points.
 
-adapting.py       what the others share
-huggingface.py    transformers.Trainer
-accelerate.py     accelerate.Accelerator
-fabric.py         lightning.fabric.Fabric
-lightning.py      lightning.Trainer
-trl.py            trl.SFTTrainer
+    adapting.py       what the others share
+    huggingface.py    transformers.Trainer
+    accelerate.py     accelerate.Accelerator
+    fabric.py         lightning.fabric.Fabric
+    lightning.py      lightning.Trainer
+    trl.py            trl.SFTTrainer
+
+A project is imported only where its adapter is.
 """

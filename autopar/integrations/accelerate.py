@@ -1,4 +1,4 @@
-"""`Accelerator`: that of accelerate, whose models run in parallel.
+"""`Accelerator`: accelerate's Accelerator, with models that run in parallel.
 
     accelerator = autopar.integrations.accelerate.Accelerator(planning={"parallel": "fsdp"})
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -66,7 +66,7 @@ class WholeBatches(accelerate.Accelerator):
         return made
 
     def gather(self, tensor: Any) -> Any:
-        """The same: every rank has all of it already."""
+        """The value itself, with DTensors made whole: every rank has all rows already."""
         return whole(tensor)
 
 
@@ -104,7 +104,7 @@ class Accelerator(WholeBatches):
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def _first_call(self) -> Any:
-        """The arguments of the model's first call; random numbers are drawn as if nobody had looked."""
+        """The arguments of the model's first call, read without advancing random states."""
         if self._loader is None:
             raise NotServed("no data loader is prepared with the model", advice="accelerator.prepare(model, loader)")
         with torch.random.fork_rng():
@@ -168,7 +168,7 @@ class Accelerator(WholeBatches):
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) or None
 
     def _parallel(self) -> list[tuple[nn.Module, list[Any]]]:
-        """Each parallel model, and the optimizers of its parameters."""
+        """Each parallel model with the optimizers of its parameters."""
         found = []
         for model in self._models:
             if isinstance(model, ParallelModule):
@@ -184,7 +184,7 @@ class Accelerator(WholeBatches):
 
     @contextlib.contextmanager
     def _others_alone(self) -> Iterator[None]:
-        """Without parallel models and their optimizers, which rank 0 could not write."""
+        """Inside the block parallel models and their optimizers are left out, as rank 0 could not write them."""
         before = self._models, self._optimizers
         spread = {id(o) for _, held in self._parallel() for o in held}
         self._models = [m for m in self._models if not isinstance(m, ParallelModule)]
@@ -196,7 +196,7 @@ class Accelerator(WholeBatches):
 
 
 class Joined:
-    """Batches of rank 0, so many in one: those that as many ranks would read side by side."""
+    """Joins `ranks` batches of rank 0 into one: those that as many ranks would read side by side."""
 
     def __init__(self, batches: Any, ranks: int) -> None:
         self.batches, self.ranks = batches, ranks

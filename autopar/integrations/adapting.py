@@ -1,4 +1,4 @@
-"""What adapters share: optimizers that move to a parallel model, rows in one order, states of checkpoints."""
+"""Shared parts of adapters: moving optimizers to a parallel model, rows in one order, states of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch.utils.data import DataLoader, Sampler
 
 from autopar.letters import NotServed
 
-_ROWS_AT_ONCE = 2**16  # of a sampler, in one message
+_ROWS_AT_ONCE = 2**16  # rows of a sampler in one message
 
 
 class Moves:
-    """Parameters as they were before a model became parallel, and what has come of them.
+    """Maps parameters from before a model became parallel to those after.
 
-    Trainers build an optimizer first, and give model and optimizer to be prepared together.
+    Trainers build an optimizer first, and pass model and optimizer to be prepared together.
     """
 
     def __init__(self) -> None:
-        self._to: dict[int, tuple[Tensor, Tensor]] = {}  # the old ones are held, so that an id stays theirs
+        self._to: dict[int, tuple[Tensor, Tensor]] = {}  # holds the old ones, so that their ids are not used again
 
     def between(self, before: Mapping[str, Tensor], after: nn.Module) -> None:
-        """Remember what has come of these parameters of a model."""
+        """Remember the new parameters of a model, by the names of the old ones."""
         now = dict(after.named_parameters())
         self._to.update({id(old): (old, now[name]) for name, old in before.items()})
 
     def move(self, optimizer: Any) -> Any:
-        """Let an optimizer that has made no step hold the parameters of the parallel model."""
+        """Replace the parameters of an optimizer, which must not have made a step, by those of the parallel model."""
         if any(id(p) in self._to for p in optimizer.state):
             raise NotServed(
                 f"this {type(optimizer).__name__} has made steps before its model became parallel",
@@ -46,7 +46,7 @@ class Moves:
 
 
 class RowsOfRank0(Sampler):
-    """Rows in the order that rank 0 draws, on every rank: samplers draw from the generator of their own."""
+    """A sampler that gives every rank the rows of rank 0, as samplers may draw from a generator of their own."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -70,7 +70,7 @@ class RowsOfRank0(Sampler):
 
 
 def with_rows_of_rank_0(loader: Any) -> Any:
-    """The same data loader, which gives every rank the rows that rank 0 would read."""
+    """Change a data loader in place so that every rank reads the rows of rank 0; returns it."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if isinstance(loader, DataLoader) and hasattr(batches, "sampler") and not isinstance(batches.sampler, RowsOfRank0):
         batches.sampler = RowsOfRank0(batches.sampler)
@@ -78,12 +78,12 @@ def with_rows_of_rank_0(loader: Any) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """Tensors that lie over ranks, gathered; what is inside containers too."""
+    """A value with all its DTensors gathered, also inside containers."""
     return pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, value)
 
 
 def agreed(decision: bool, device: torch.device, everyone: bool) -> bool:
-    """The decision of all ranks: yes where every one says so, or where any does."""
+    """The decision of all ranks: yes where all say so (`everyone`), or where any does."""
     if not dist.is_initialized():
         return decision
     told = torch.tensor(int(decision), device=device)
@@ -92,19 +92,19 @@ def agreed(decision: bool, device: torch.device, everyone: bool) -> bool:
 
 
 def states_of(model: nn.Module, optimizers: Iterable[Any]) -> dict[str, Any]:
-    """Parameters, buffers and states, as torch.distributed.checkpoint saves them and reads into them."""
+    """Parameters, buffers and optimizer states, as torch.distributed.checkpoint saves and loads them."""
     of_model, of_optimizer = get_state_dict(model, list(optimizers))
     return {"model": of_model, "optimizer": of_optimizer}
 
 
 def set_states(model: nn.Module, optimizers: Iterable[Any], states: Mapping[str, Any]) -> None:
-    """Give a model and its optimizers what was read."""
+    """Set the loaded states of a model and its optimizers."""
     set_state_dict(model, list(optimizers), model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
 def random_states(models: Iterable[Any]) -> dict[str, Any]:
-    """Random numbers of parallel models, for the top of what torch.distributed.checkpoint is given.
+    """Random states of parallel models, for the top level of what torch.distributed.checkpoint is given.
 
-    Deeper they would be read, and not set.
+    Deeper they would be read, but not set.
     """
     return {f"random {k}": model.random_state for k, model in enumerate(models)}

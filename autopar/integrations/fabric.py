@@ -62,7 +62,7 @@ class AutoparStrategy(DDPStrategy):
         return self._moves.move(optimizer)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: the part of each rank goes there when it is made."""
+        """Does nothing: the part of each rank is moved when it is made."""
 
     def module_init_context(self, empty_init: bool | None = None) -> Any:
         stack = contextlib.ExitStack()
@@ -149,7 +149,7 @@ class AutoparStrategy(DDPStrategy):
 
 
 class _Waits:
-    """The object that Fabric asks for `no_backward_sync`."""
+    """The object that Fabric uses for `no_backward_sync`."""
 
     def no_backward_sync(self, module: Any, enabled: bool) -> Any:
         return module.no_sync() if enabled else contextlib.nullcontext()

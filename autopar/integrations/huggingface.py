@@ -1,4 +1,4 @@
-"""`Trainer`: that of transformers, whose model runs in parallel.
+"""`Trainer`: transformers' Trainer, with a model that runs in parallel.
 
     trainer = autopar.integrations.huggingface.Trainer(model=model, args=args, train_dataset=data, planning={...})
     trainer.train()                                     # under torchrun, or on one process
@@ -77,7 +77,7 @@ class Trainer(transformers.Trainer):
 
     @contextlib.contextmanager
     def _batches_of_all_ranks(self) -> Iterator[None]:
-        """Evaluation weighs a batch's loss by the rows that its arguments name: those of all ranks."""
+        """Set the evaluation batch size to that of all ranks, as evaluation weighs a batch's loss by it."""
         of_one = self.args.per_device_eval_batch_size
         self.args.per_device_eval_batch_size = of_one * world_size()
         try:

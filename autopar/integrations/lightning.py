@@ -3,10 +3,10 @@
     trainer = lightning.Trainer(strategy=AutoparStrategy(parallel="fsdp"), devices=2)
     trainer.fit(module, loader)
 
-What runs in parallel is the LightningModule itself where it has a forward, else its one part with parameters, else the
-part that `part` names. It is planned for what that is called with in the first step: a step is begun with the first
-batch of the loader, up to that call. Every rank reads the whole batch, in the order of rank 0: the numbers of a step,
-and what is logged, are those of one device with the same loader.
+The LightningModule itself runs in parallel where it has a forward, else its one child with parameters, else the module
+that `part` names. It is planned for its first call: a step is begun on the first batch of the loader and stopped at
+that call. Every rank reads the whole batch, in the order of rank 0: the numbers of a step, and what is logged, are
+those of one device with the same loader.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AutoparStrategy(DDPStrategy):
 
     @property
     def parallel(self) -> nn.Module:
-        """The part that runs in parallel."""
+        """The module that runs in parallel."""
         module = self.lightning_module
         assert module is not None
         if self._part is not None:
@@ -86,7 +86,7 @@ class AutoparStrategy(DDPStrategy):
         return parts[0]
 
     def model_to_device(self) -> None:
-        """Nothing: the part of each rank goes there when it is made."""
+        """Does nothing: the part of each rank is moved when it is made."""
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -159,11 +159,11 @@ class AutoparStrategy(DDPStrategy):
 
 
 class _Called(Exception):
-    """A step has come to the call that is to be planned."""
+    """Raised when a step has reached the call to plan."""
 
 
 def _first_call(trainer: pl.Trainer, part: nn.Module) -> Any:
-    """A part's arguments in a step on the first batch; random numbers are drawn as if nobody had looked."""
+    """Arguments of a module's call in a step on the first batch, found without advancing random states."""
     module = trainer.lightning_module
     step, loop = {
         TrainerFn.FITTING: ("training_step", trainer.fit_loop),
@@ -194,7 +194,7 @@ def _first_call(trainer: pl.Trainer, part: nn.Module) -> Any:
 
 
 def _as_inputs(part: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Positional arguments by their names, where others were named."""
+    """Positional arguments by their names, where others are named."""
     if not kwargs:
         return args
     return {**dict(zip(inspect.signature(part.forward).parameters, args, strict=False)), **kwargs}

@@ -1,9 +1,9 @@
-"""`SFTTrainer`: that of TRL, whose model runs in parallel.
+"""`SFTTrainer`: TRL's SFTTrainer, with a model that runs in parallel.
 
     trainer = SFTTrainer(model, args=SFTConfig(..., bf16=False), train_dataset=data, planning={"parallel": "fsdp"})
 
-TRL puts a fused head into the model it is given, written for one whole weight. Here the same numbers are made by plain
-ops inside the model's class, and the plan cuts the head as it does for any loss. Written for TRL 1.16.
+TRL puts a fused head into the model, which needs one whole weight. Here the same numbers are computed by plain ops
+inside the model's class, and the plan cuts the head as it does for any loss. Written for TRL 1.16.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SFTTrainer(huggingface.Trainer, trl.SFTTrainer):
 
 
 def _with_plain_head(model: nn.Module) -> None:
-    """Let `forward(fused_lm_head=True)` of the model's class give what TRL's own does, by plain ops."""
+    """Let `forward(fused_lm_head=True)` of the model's class return what TRL's own does, by plain ops."""
     model.__dict__.pop("forward", None)  # TRL's
     cls = type(model)
 

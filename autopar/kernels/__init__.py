@@ -1,28 +1,28 @@
-"""Hot ops in one kernel each: Triton on a GPU, behind torch custom ops.
+"""Hot ops in one fused kernel each: Triton on a GPU, behind torch custom ops.
 
 A family is one file: the ops that it stands for, as patterns of a local program; its reference, which runs those ops;
 the Triton kernels; a custom op for forward and one for backward. `codegen/local_passes.py` puts it in their place after
 sharding and before differentiation, where no conversion stands between them.
 
-    add_rms_norm  a sum, and its normalisation by the root of the mean square: both are results
-    rms_norm      a normalisation by the root of the mean square, with a weight
-    add_layer_norm  the same by mean and variance
-    layer_norm    one by mean and variance, with weight and bias
+    add_rms_norm  a sum and its RMS norm: both are results
+    rms_norm      an RMS norm with a weight
+    add_layer_norm  a sum and its layer norm: both are results
+    layer_norm    a layer norm with weight and bias
     dropout       a dropout by position, and the sum that follows it
     masked_softmax  a softmax of scores that are scaled, capped and masked
     gated         silu(gate) * up, or a gelu of the gate
     bias_gelu     a gelu behind a product, and the gradient of that product's bias
     gelu_tanh     a gelu that is written out with a tanh
-    rotary_pair   the same of queries and keys, by the same angles
-    rotary        positions turned into a rotation of halves
-    cross_entropy the sum of those of rows of logits, which are read in halves
+    rotary_pair   a rotary embedding of queries and keys, by the same angles
+    rotary        a rotary embedding of one of them
+    cross_entropy a summed cross entropy of rows of logits, which are read in half precision
     cross_entropy_part  the same where the vocabulary is cut
 
     backend.py    what runs: a GPU, the interpreter, or the reference
     patterns.py   finds a piece of a program in another
     family.py     what all have in common
-    over.py       ops that write a gradient over the value that it is of
-    rows.py       launches of kernels that take a row a program
+    over.py       ops that write a gradient over the value that it belongs to
+    rows.py       launches of kernels that take a row per program
     timing.py     times of a family beside those of the ops that it stands for
     measured.py   which families were faster on a device: what `kernels=True` takes
 """
@@ -58,16 +58,16 @@ NAMES = (
 
 
 def can_run() -> bool:
-    """Is Triton there, which runs kernels on a GPU?"""
+    """Whether Triton is installed, which runs kernels on a GPU."""
     return importlib.util.find_spec("triton") is not None
 
 
 def groups(
     nodes: Iterable[fx.Node], names: Collection[str], accepts: Callable[[Found], bool] = lambda found: True
 ) -> Iterator[tuple[Family, Found, Mapping[str, Any]]]:
-    """The groups of ops of a program for which kernels of these names stand, with the arguments of each call.
+    """Groups of ops in a program that kernels of these names can replace, with the arguments of each call.
 
-    No op is in two of them. A group that is not accepted leaves its ops to smaller ones.
+    No op is in two groups. The ops of a group that is not accepted may still be in smaller ones.
     """
     nodes, taken = list(nodes), set[Any]()
     for family in families(names):
@@ -79,15 +79,15 @@ def groups(
 
 
 def of_one_result(names: Collection[str]) -> tuple[str, ...]:
-    """Those of the families whose groups have one result each.
+    """Families among `names` whose groups have one result each.
 
-    The ops of others are reordered, and with them the sums of gradients.
+    The others reorder ops, and with them the sums of gradients.
     """
     return tuple(family.name for family in families(names) if len(family.patterns[0].results) == 1)
 
 
 def families(names: Collection[str]) -> Iterable[Family]:
-    """The families of these names, in their order; what runs them is imported here."""
+    """The families of these names, largest groups first; imports the modules that run them."""
     for name in NAMES:
         if name in names:
             yield importlib.import_module(f"autopar.kernels.{name}").FAMILY

@@ -1,4 +1,4 @@
-"""Activations that kernels make, with their slopes, and the ops of one that models write out."""
+"""Activations inside kernels, with their derivatives, and a gelu that models write out in ops."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ a = mul(input=half, other=above)
 
 
 def gelu_tanh_by_ops(x: Tensor) -> Tensor:
-    """The same ops."""
+    """The gelu by a tanh, in the ops and in the order of `GELU_TANH`."""
     half = x * 0.5
     return half * (torch.tanh((x + torch.pow(x, 3.0) * 0.044715) * 0.7978845608028654) + 1.0)
 
 
 @jit
 def _normal(x):
-    """The share of the normal distribution below x, and its density there: by one exponential, within 5e-6 of itself.
+    """Distribution function and density of the normal distribution at x, by one exponential, to a relative 5e-6.
 
-    The share of what lies beyond |x| is that exponential times a polynomial in 1 / (1 + 0.31 |x|), fitted to relative
-    errors: a difference from one would have none of the small shares right.
+    The tail beyond |x| is that exponential times a polynomial in 1 / (1 + 0.31 |x|), fitted to relative errors: a
+    difference from one would be inexact for small tails.
     """
     e = tl.exp2(x * x * -0.7213475204444817)
     root = tl.rsqrt(1.0 + 0.31 * tl.abs(x))  # cheaper than a quotient
@@ -43,9 +43,9 @@ def _normal(x):
 
 @jit
 def activated(x, KIND: tl.constexpr, IS_HALF: tl.constexpr):
-    """An activation and its slope: 0 silu, 1 gelu, 2 and 3 gelu by a tanh.
+    """An activation and its derivative: 0 silu, 1 gelu, 2 and 3 gelu by a tanh.
 
-    Of what is rounded to halves the error function need not be exact in single precision.
+    Where the result is rounded to half precision, the error function need not be exact in single precision.
     """
     if KIND == 0:
         s = tl.sigmoid(x)

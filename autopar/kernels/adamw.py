@@ -1,6 +1,6 @@
-"""One step of AdamW on a shard: parameter and states are read and written once, in single precision.
+"""One step of AdamW on a shard, in one kernel: parameter and states are read and written once, in single precision.
 
-It is no group of a program's ops: `autopar.optim.AdamW` calls it.
+It replaces no ops of a program: `autopar.optim.AdamW` calls it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PIECE = 2**16  # elements that the ops go over at a time: what they make for th
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The numbers of a step."""
+    """Hyperparameters and number of a step."""
 
     lr: float
     betas: tuple[float, float]
@@ -30,24 +30,24 @@ class Rates:
 
     @property
     def kept(self) -> float:
-        """The share of a parameter that decay leaves."""
+        """Factor by which weight decay scales a parameter."""
         return 1 - self.lr * self.decay
 
     @property
     def length(self) -> float:
-        """The rate, corrected for the few gradients that the average has seen."""
+        """Learning rate, with the bias correction of the average of gradients."""
         return self.lr / (1 - self.betas[0] ** self.step)
 
     @property
     def root(self) -> float:
-        """The root of the correction of the average of squares."""
+        """Square root of the bias correction of the average of squares."""
         return math.sqrt(1 - self.betas[1] ** self.step)
 
 
 @jit
 def kernel(P, G, M, V, W, SCALE, count, kept, length, root, beta1, beta2, eps,
            IS_SCALED: tl.constexpr, HAS_MASTER: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A block of elements a program."""
+    """Updates a block of elements per program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
@@ -78,10 +78,7 @@ def step(
     scale: Tensor | None,
     rates: Rates,
 ) -> None:
-    """Update a shard, its states and its master copy in place.
-
-    `scale` is what the gradient is multiplied by.
-    """
+    """Update a shard, its states and its master copy in place; the gradient is first multiplied by `scale`."""
     tensors = [t for t in (parameter, average, squares, master) if t is not None]
     if backend.runs(parameter) and all(t.is_contiguous() for t in tensors) and parameter.numel():
         count, numbers = parameter.numel(), (rates.kept, rates.length, rates.root, *rates.betas, rates.eps)
@@ -99,7 +96,7 @@ def step(
 
 
 def _pieces(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """The same elements of all, some at a time; whole tensors where they are few, or one does not lie in order."""
+    """The same elements of all tensors, some at a time; whole tensors where they are few, or one is not contiguous."""
     if tensors[0].numel() <= _PIECE or not all(t.is_contiguous() for t in tensors):
         yield tensors
         return
@@ -109,7 +106,7 @@ def _pieces(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
 
 
 def by_ops(parameter: Tensor, gradient: Tensor, average: Tensor, squares: Tensor, rates: Rates) -> None:
-    """The ops that the kernel stands for: those of torch.optim.AdamW, in their order."""
+    """The step by the ops of torch.optim.AdamW, in their order."""
     parameter.mul_(rates.kept)
     average.lerp_(gradient, 1 - rates.betas[0])
     squares.mul_(rates.betas[1]).addcmul_(gradient, gradient, value=1 - rates.betas[1])

@@ -1,4 +1,4 @@
-"""A sum, and its normalisation by mean and variance: a residual and what the next block reads of it."""
+"""A sum and its layer norm: a residual, and what the next block reads of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 
 def reference(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The ops of the group: the sum, and its rows normalised."""
+    """The ops of the group: the sum, and its layer norm."""
     sum_ = first + second
     return sum_, layer_norm.reference(sum_, weight, bias, eps)
 
 
 @torch.library.custom_op("autopar::add_layer_norm", mutates_args=())
 def normalised(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, and its rows by their mean and variance."""
+    """Custom op: the sum, and its layer norm."""
     if not backend.runs(first):
         sum_, y = reference(first, second, weight, bias, eps)
         return sum_.contiguous(), y.contiguous()
@@ -38,8 +38,9 @@ def _(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -
 def normalised_backward(
     ds: Tensor | None, dy: Tensor, sum_: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of either operand, which is one, of the weight and of the bias; `ds` is that of the sum by its
-    other readers.
+    """Gradients of either operand, which are equal, of the weight and of the bias.
+
+    `ds` is the gradient of the sum from its other readers, or None.
     """
     if not backend.runs(dy):
         dx, dw, db = through_sum(lambda x, w, b: layer_norm.reference(x, w, b, eps), ds, dy, sum_, weight, bias)
@@ -74,13 +75,13 @@ normalised.register_autograd(_gradients, setup_context=_remember)
 
 
 def add_layer_norm(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     function = normalised if backend.is_traced(first.device.type) else reference
     return function(first, second, weight, bias, eps)
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where both operands are as the sum is."""
+    """Arguments of the call, or None unless both operands have the sum's shape and dtype."""
     return summed(found, layer_norm.arguments(found))
 
 

@@ -1,4 +1,4 @@
-"""A sum, and its normalisation by the root of the mean square: a residual and what the next block reads of it."""
+"""A sum and its RMS norm: a residual, and what the next block reads of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 
 def reference(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
-    """The ops of the group: the sum, and its rows normalised."""
+    """The ops of the group: the sum, and its RMS norm."""
     sum_ = first + second
     return sum_, rms_norm.reference(sum_, weight, eps, rounds)
 
 
 @torch.library.custom_op("autopar::add_rms_norm", mutates_args=())
 def normalised(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
-    """The sum, and its rows by the root of their mean square; `rounds`: to their dtype before the weight."""
+    """Custom op: the sum, and its RMS norm; with `rounds` it is rounded to its dtype before the weight."""
     if not backend.runs(first):
         sum_, y = reference(first, second, weight, eps, rounds)
         return sum_.contiguous(), y.contiguous()
@@ -38,9 +38,9 @@ def _(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -
 def normalised_backward(
     ds: Tensor | None, dy: Tensor, sum_: Tensor, weight: Tensor, eps: float, rounds: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of either operand, which is one, and of the weight.
+    """Gradients of either operand, which are equal, and of the weight.
 
-    `ds` is the sum's by its other readers.
+    `ds` is the gradient of the sum from its other readers, or None.
     """
     if not backend.runs(dy):
         dx, dw = through_sum(lambda x, w: rms_norm.reference(x, w, eps, rounds), ds, dy, sum_, weight)
@@ -73,13 +73,13 @@ normalised.register_autograd(_gradients, setup_context=_remember)
 
 
 def add_rms_norm(first: Tensor, second: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     function = normalised if backend.is_traced(first.device.type) else reference
     return function(first, second, weight, eps, rounds)
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where both operands are as the sum is."""
+    """Arguments of the call, or None unless both operands have the sum's shape and dtype."""
     return summed(found, rms_norm.arguments(found))
 
 

@@ -1,4 +1,4 @@
-"""What runs a kernel: Triton on a GPU, its interpreter where that is asked for, and else the ops that it stands for."""
+"""Choose what runs a kernel: Triton on a GPU, its interpreter where asked for, else the ops that it stands for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ jit: Callable[[Any], Any] = triton.jit if triton is not None else lambda functio
 
 
 def runs(x: Tensor) -> bool:
-    """Is it the kernel that runs on this tensor, and not its reference?"""
+    """Whether the kernel runs on this tensor, and not its reference."""
     if triton is None or getattr(_TRACED, "as_ops", False):
         return False
     return x.is_cuda or os.environ.get(VARIABLE) == "interpret"
@@ -35,7 +35,7 @@ def runs(x: Tensor) -> bool:
 
 @contextlib.contextmanager
 def as_ops() -> Iterator[None]:
-    """Let custom ops run their references in this thread, whatever the device: for who traces them."""
+    """Let custom ops run their references in this thread, whatever the device, so that they can be traced."""
     before = getattr(_TRACED, "as_ops", False)
     _TRACED.as_ops = True
     try:
@@ -45,7 +45,7 @@ def as_ops() -> Iterator[None]:
 
 
 def is_traced(device: str) -> bool:
-    """Are they custom ops that stand in a program of a device, and not the ops of their references one by one?
+    """Whether a program of this device holds custom ops, and not the ops of their references.
 
     On a CPU these are what a program without kernels runs, in the same order.
     """
@@ -53,10 +53,7 @@ def is_traced(device: str) -> bool:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """The tensor as rows of its last dim, each in order, and how far they are apart.
-
-    Halves of one are not copied.
-    """
+    """The tensor as rows of its last dim, each contiguous, and the stride between rows; half rows are not copied."""
     columns = x.shape[-1]
     if x.stride(-1) == 1 and x.numel():
         with contextlib.suppress(RuntimeError):  # its rows are not evenly apart
@@ -66,12 +63,12 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def units(x: Tensor) -> int:
-    """The multiprocessors of the tensor's device; some in the interpreter."""
+    """Number of multiprocessors of the tensor's device; 4 in the interpreter."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
 
 
 def shared_bytes(x: Tensor) -> int:
-    """The shared memory that a block may have on the tensor's device."""
+    """Bytes of shared memory that a block may use on the tensor's device."""
     if not x.is_cuda:
         return _LEAST_SHARED
     about = torch.cuda.get_device_properties(x.device)

@@ -1,7 +1,7 @@
-"""A gelu behind a product with a bias: the gradient of the bias is summed while that of the gelu is made.
+"""A gelu behind a product with a bias: its backward also sums the gradient of that bias.
 
-The product adds the bias as before, and has it detached: `prepare` says so of the product, and the kernel is given the
-bias for its gradient alone.
+The product still adds the bias, but detached, as `prepare` sets it up, and the kernel takes the bias for its gradient
+alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROGRAMS = 8  # of backward, of a multiprocessor
 
 
 class _Beside(torch.autograd.Function):
-    """Rows to which a bias was added: their gradient, and its sum over them as that of the bias."""
+    """Identity on rows to which a bias was added; backward also sums their gradient as that of the bias."""
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor) -> Tensor:
@@ -49,13 +49,13 @@ def _by_ops(x: Tensor, kind: int) -> Tensor:
 
 
 def reference(x: Tensor, bias: Tensor, kind: int) -> Tensor:
-    """The ops of the group, and the gradient of the bias."""
+    """The ops of the group, with the gradient of the bias."""
     return _by_ops(_Beside.apply(x, bias), kind)
 
 
 @jit
 def forward_kernel(X, Y, count, KIND: tl.constexpr, IS_HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of elements a program."""
+    """A block of elements per program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND, IS_HALF)
@@ -65,7 +65,7 @@ def forward_kernel(X, Y, count, KIND: tl.constexpr, IS_HALF: tl.constexpr, BLOCK
 @jit
 def backward_kernel(DY, X, DX, DB, rows, columns, share, KIND: tl.constexpr, IS_HALF: tl.constexpr, ROWS: tl.constexpr,
                     COLUMNS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Some columns of a share of the rows: their gradients, and what these add up to."""
+    """Gradients of some columns in a share of the rows, and their sums over those rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     end = min(rows, (part + 1) * share)
@@ -83,7 +83,7 @@ def backward_kernel(DY, X, DX, DB, rows, columns, share, KIND: tl.constexpr, IS_
 
 
 def _variant(x: Tensor, kind: int) -> dict[str, Any]:
-    """The constants that say what is computed."""
+    """Constants that choose the activation."""
     return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2}
 
 
@@ -106,7 +106,7 @@ def _(x: Tensor, bias: Tensor, kind: int) -> Tensor:
 
 @torch.library.custom_op("autopar::bias_gelu_backward", mutates_args=())
 def activation_backward(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """The gradients of `x` and of the bias."""
+    """Gradients of `x` and of the bias."""
     columns = x.shape[-1]
     if not backend.runs(x):
         dx, db = through(lambda x, bias: reference(x, bias, kind), dy, x, x.new_empty((columns,)))
@@ -145,18 +145,18 @@ activation.register_autograd(_gradients, setup_context=_remember)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, kind: int) -> Tensor:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     return activation(x, bias, kind) if backend.is_traced(x.device.type) else _by_ops(x, kind)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The product before: the bias has its gradient from the kernel, where there is one."""
+    """The product before the gelu; its bias is detached where the kernel gives the gradient."""
     bias = bias.detach() if backend.is_traced(input.device.type) else bias
     return torch.nn.functional.linear(input, weight, bias)
 
 
 def product_of(found: Found) -> fx.Node:
-    """The value that the gelu is of, past the identity by which several ops read it."""
+    """The node that the gelu is applied to, past an identity for several readers."""
     node: fx.Node = found["x"]
     return node
 
@@ -167,7 +167,7 @@ def prepare(found: Found) -> None:
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where a trained bias was added by a product that nothing else reads."""
+    """Arguments of the call, or None unless a product with a trained bias precedes, which nothing else reads."""
     product = product_of(found)
     bias = product.kwargs.get("bias") if called(product) == "linear" else None
     if not isinstance(bias, fx.Node) or not type_of(bias).requires_grad:

@@ -1,4 +1,4 @@
-"""The sum of the cross-entropies of rows of logits, whose halves are read as they are: no copy of them is made."""
+"""A summed cross entropy of rows of logits that reads half precision as it is, without a copy in single precision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reference(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tens
 
 
 def as_float32_rows(x: Tensor) -> Tensor:
-    """Logits as the ops of a group take them: one row a target."""
+    """Logits as the ops of a group take them: float32, one row per target."""
     wide = x.to(torch.float32)
     return wide if wide.dim() == 2 else wide.view(-1, x.shape[-1])
 
@@ -38,11 +38,11 @@ def as_float32_rows(x: Tensor) -> Tensor:
 @jit
 def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr,
                    SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One row a program, read once: its largest logit, and the logarithm of what is summed over that.
+    """One row per program, read once: its largest logit, and the logarithm of the sum of exponentials relative to it.
 
-    They stand apart: their sum would round what both are exact in. Of a whole row they are written side by side, with
-    its loss; of a part, which starts at some column, the rest has the logarithm, the target's logit and, where labels
-    are smoothed, the sum of all.
+    They stay apart, as their sum would round. For a whole row they are written side by side, with its loss. For a part
+    of the columns, which starts at START, REST gets the logarithm, the target's logit and, where labels are smoothed,
+    the sum of all logits.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(T + row)
@@ -81,7 +81,7 @@ def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, o
 @jit
 def backward_kernel(DY, X, T, START, LSE, DX, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
-    """A block of columns of a row: its shares of the sum, less what the target and all columns count."""
+    """A block of columns of a row: softmax minus the smoothed target, times the gradient of the loss."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
@@ -96,7 +96,7 @@ def backward_kernel(DY, X, T, START, LSE, DX, columns, ignored, of_target, of_al
 
 
 def written(columns: int) -> dict[str, int]:
-    """The block of a row of so many columns that a program of backward writes, and its warps."""
+    """The tile of a row of so many columns that a program of backward writes, and its warps."""
     block = min(BACK, 1 << max(9, (columns - 1).bit_length()))
     return {"BLOCK": block, "num_warps": min(WARPS_BACK, max(1, block // 1024))}
 
@@ -112,9 +112,9 @@ def gradient_of_rows(
     start: Tensor | None = None,
     over: bool = False,
 ) -> Tensor:
-    """The gradient of the logits in their dtype, by the kernel; of a part of the classes, which starts at one.
+    """The gradient of the logits in their dtype, by the kernel; `start` is the first class of a part of the classes.
 
-    It is written `over` logits that lie in memory order, where that is asked for: a program reads what it writes.
+    With `over` it is written over the logits, which must be contiguous: a program only reads what it writes.
     """
     columns, rows = x.shape[-1], target.numel()
     dx = x if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -129,16 +129,14 @@ def gradient_of_rows(
 
 
 def log_sums(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, and the logarithm of the sum of exponentials over that, by ops."""
+    """The largest logit of each row, and the logarithm of the sum of exponentials relative to it, by ops."""
     most = wide.amax(-1)
     return most, torch.logsumexp(wide - torch.where(most == -torch.inf, 0, most)[:, None], -1)
 
 
 @torch.library.custom_op("autopar::cross_entropy", mutates_args=())
 def entropies(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor]:
-    """The sum over rows; and for backward each row's largest logit, and the logarithm of the sum of exponentials over
-    that.
-    """
+    """The loss summed over rows; and for backward each row's largest logit and log-sum-exp relative to it."""
     if not backend.runs(x):
         lse = torch.stack(log_sums(x.to(torch.float32).reshape(-1, x.shape[-1])), -1)
         return reference(x, target, ignored, smoothing), lse
@@ -173,7 +171,7 @@ def _(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothin
 
 
 def _over(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
-    """The same, written over the logits."""
+    """The gradient of the logits, written over them."""
     if not backend.runs(x) or not x.is_contiguous():
         return x.copy_(_gradient(x, dy, target, lse, ignored, smoothing))
     return gradient_of_rows(x, dy, target, lse, ignored, smoothing, x.shape[-1], over=True)
@@ -196,14 +194,14 @@ entropies.register_autograd(_gradients, setup_context=_remember)
 
 
 def cross_entropy(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     if not backend.is_traced(x.device.type):
         return reference(x, target, ignored, smoothing)
     return entropies(x, target, ignored, smoothing)[0]
 
 
 def arguments_of(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where targets are the places of columns, one a row."""
+    """Arguments of the call, or None unless targets are class indices, one per row."""
     x, target = found["x"], found["target"]
     columns = type_of(x).shape[-1]
     is_served = type_of(target).dtype == "int64" and len(type_of(target).shape) == 1 and are_alike([x])
@@ -219,9 +217,9 @@ def arguments_of(found: Found) -> Mapping[str, Any] | None:
 
 
 def patterns_of(call: str) -> tuple[Pattern, ...]:
-    """Patterns that end in `call`, of logits in single precision, or of those that are cast, and viewed, before.
+    """Patterns that end in `call`: with logits as they are, or cast, or cast and viewed, before.
 
-    Ignored targets are torch's or others, labels are smoothed or not.
+    Ignored targets and label smoothing may be torch's defaults or others.
     """
     found = []
     for before, logits in (

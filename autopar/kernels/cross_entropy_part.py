@@ -1,5 +1,6 @@
-"""The cross-entropies of rows whose vocabulary is cut: each device reads its own logits once, and two numbers a row are
-reduced. What is done with these is a kernel between the two, and one behind them.
+"""A summed cross entropy over a cut vocabulary: each device reads its logits once, and two numbers a row are reduced.
+
+Between the two reductions and behind them stands a kernel each.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def reference(x: Tensor, target: Tensor, ignored: int, smoothing: float, cuts: C
 
 @jit
 def shares_kernel(MOST, REST, TOP, OUT, rows, ROWS: tl.constexpr):
-    """The sum of this device's exponentials over the largest logit of all."""
+    """The sum of this device's exponentials, relative to the largest logit of all devices."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     most = tl.load(MOST + row, mask=inside, other=0.0)
@@ -48,9 +49,9 @@ def shares_kernel(MOST, REST, TOP, OUT, rows, ROWS: tl.constexpr):
 
 @jit
 def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_all, classes, ROWS: tl.constexpr):
-    """This device's share of each row's loss; and behind all of them the rows' logarithms, which one device counts.
+    """This device's share of each row's loss; and behind all of these each row's log-sum-exp, which one device counts.
 
-    A target that is no class makes no number.
+    A target that is no class gives NaN.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -72,8 +73,10 @@ def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_a
 
 @torch.library.custom_op("autopar::cross_entropy_rows", mutates_args=())
 def rows_of_part(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: bool) -> tuple[Tensor, Tensor]:
-    """For each row its largest logit here; and the logarithm of the sum of exponentials over that, the target's logit
-    (no number where the target is no column here) and, with `sums`, the sum of all.
+    """For each row the largest logit here; and log-sum, target's logit and sum of logits here, as [rows, 3].
+
+    The log-sum is that of exponentials relative to the largest logit here. The target's logit is NaN where the target
+    has no column here; the sum of logits is computed with `sums` only.
     """
     columns, rows = x.shape[-1], target.numel()
     if not backend.runs(x):
@@ -99,7 +102,7 @@ def _(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: bool) -> tup
 
 @torch.library.custom_op("autopar::cross_entropy_shares", mutates_args=())
 def shares(most: Tensor, rest: Tensor, top: Tensor) -> Tensor:
-    """The sum of this device's exponentials over the largest logit of all devices, by row."""
+    """For each row the sum of this device's exponentials, relative to the largest logit of all devices."""
     if not backend.runs(most):
         return (most - top + rest[:, 0]).exp()
     found, rows = torch.empty(most.shape, dtype=most.dtype, device=most.device), most.numel()
@@ -125,12 +128,11 @@ def less_here(
     smoothing: float,
     classes: int,
 ) -> tuple[Tensor, Tensor]:
-    """Two sums of which the loss is made; and for backward the two parts of each row's logarithm.
+    """Two sums that make up the loss; and for backward the two parts of each row's log-sum-exp.
 
-    The first sum is taken from the loss by the logits that lie here, of targets and of all classes; the second is of
-    the logarithms of all rows, which one device counts.
-
-    Its gradient is that of the whole loss: each logit's share of the sum is taken back here too.
+    The first sum is this device's share of the loss, from its logits of targets and of all classes; the second is that
+    of all rows' log-sum-exps, which one device counts. The backward of the first sum is that of the whole loss: it
+    includes each logit's share of the log-sum-exps.
     """
     rows = target.numel()
     if not backend.runs(x):
@@ -158,7 +160,7 @@ def _(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _gradient(
     x: Tensor, dy: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
 ) -> Tensor:
-    """The gradient of this device's logits, in their dtype; `dy` is that of either sum."""
+    """The gradient of this device's logits in their dtype, from that of either sum."""
     if backend.runs(x):
         return gradient_of_rows(x, dy, target, lse, ignored, smoothing, classes, start)
 
@@ -188,7 +190,7 @@ def _(
 def _over(
     x: Tensor, dy: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
 ) -> Tensor:
-    """The same, written over the logits."""
+    """The gradient of this device's logits, written over them."""
     if not backend.runs(x) or not x.is_contiguous():
         return x.copy_(_gradient(x, dy, target, start, lse, ignored, smoothing, classes))
     return gradient_of_rows(x, dy, target, lse, ignored, smoothing, classes, start, over=True)
@@ -212,7 +214,7 @@ less_here.register_autograd(_gradients, setup_context=_remember)
 
 
 def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float, cuts: Cuts, classes: int) -> Tensor:
-    """Kernels in the place of the ops of the group: P(sum), as those give."""
+    """The group by its kernels and two reductions, or by its ops where a program holds no custom ops: P(sum)."""
     if not backend.is_traced(x.device.type):
         return reference(x, target, ignored, smoothing, cuts, classes)
     axes, start = [axis for axis, _ in cuts], start_of(x, cuts) if cuts else target.new_zeros(())
@@ -224,7 +226,7 @@ def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where no class has a weight."""
+    """Arguments of the call, or None where the kernels do not serve it, as with class weights."""
     given = arguments_of(found)
     return None if given is None else {**given, "cuts": found["CUTS"], "classes": found["CLASSES"]}
 

@@ -1,7 +1,7 @@
-"""Bits by position in one pass: what `runtime/random.py` makes of a key, a random op and places, bit for bit.
+"""Random bits by position in one kernel: bit for bit those of `runtime/random.py`.
 
-A kernel makes the bits of elements, or the mask of those that survive, and writes nothing else. On a GPU with Triton it
-is what the custom ops of draws run, once this is imported.
+A kernel makes the bits of elements, or a dropout mask, and writes nothing else. On a GPU with Triton it is what the
+custom ops of draws run, once this is imported.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def _mix(h):
 @jit
 def bits_of(KEY, COLUMN, FIRST, SECOND, THIRD, op, row, at, rows, columns, of_second, of_third, second, third,
             DIMS: tl.constexpr):  # fmt: skip
-    """The bits of some columns of some rows; both are counted in the part, and lie where their places say.
+    """The random bits of some columns of some rows, which are counted in the part.
 
-    A part has DIMS dims before its columns, of which the second and third have so many places here, and sizes as a
+    FIRST, SECOND, THIRD and COLUMN hold indices in the whole tensor. The part has DIMS dims before its columns, of
+    which the second and third have `second` and `third` indices here, and sizes `of_second` and `of_third` in the
     whole.
     """
     there = row < rows
@@ -56,7 +57,7 @@ def bits_of(KEY, COLUMN, FIRST, SECOND, THIRD, op, row, at, rows, columns, of_se
 def given_places(
     key: Tensor, op: int, shape: list[int], places: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """The first arguments of `bits_of`, which are pointers and the number of the op; and those of its dims, by name."""
+    """The first arguments of `bits_of`: pointers and the op's number; and its arguments about dims, by name."""
     *before, column = [p.contiguous() for p in places] or [key.reshape(1) * 0]
     sizes = list(shape[:-1])
     while len(before) > _MOST:
@@ -71,13 +72,13 @@ def given_places(
 
 
 def held(columns: int) -> dict[str, int]:
-    """The tile of rows of so many columns that a program holds."""
+    """The tile of rows of so many columns that a program holds, and its warps."""
     block = min(BLOCK, 1 << max(4, (columns - 1).bit_length()))
     return {"ROWS": ELEMENTS // block, "BLOCK": block, "num_warps": WARPS}
 
 
 def grid(rows: int, columns: int) -> tuple[int, int]:
-    """The programs of a part of so many rows and columns."""
+    """The grid of programs for a part of so many rows and columns."""
     tile = held(columns)
     return -(-rows // tile["ROWS"]), -(-columns // tile["BLOCK"])
 
@@ -85,7 +86,7 @@ def grid(rows: int, columns: int) -> tuple[int, int]:
 @jit
 def kernel(KEY, COLUMN, FIRST, SECOND, THIRD, op, OUT, rows, columns, least, of_second, of_third, second, third,
            DIMS: tl.constexpr, IS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A block of some rows a program."""
+    """A tile of elements per program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     bits = bits_of(
@@ -100,12 +101,12 @@ def kernel(KEY, COLUMN, FIRST, SECOND, THIRD, op, OUT, rows, columns, least, of_
 
 
 def bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
-    """32 random bits for each element of a part that lies at these places of each dim."""
+    """32 random bits for each element of a part, given by its indices in each dim."""
     return _launched(key, op, shape, places, torch.int32, 0)
 
 
 def kept_at(key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
-    """The elements that survive in a part that lies at these places of each dim."""
+    """Dropout mask of a part, given by its indices in each dim."""
     return _launched(key, op, shape, places, torch.int8, random.threshold(p)).view(torch.bool)
 
 

@@ -1,6 +1,4 @@
-"""Dropout, with the sum that follows it where one does: a mask by position, which is made again in backward and kept
-nowhere.
-"""
+"""Dropout, with the sum that follows it where there is one; backward makes the mask, by position, again."""
 
 from __future__ import annotations
 
@@ -32,9 +30,9 @@ def reference(
 def kernel(KEY, COLUMN, FIRST, SECOND, THIRD, op, X, ADDED, Y, rows, columns, least, factor, of_second, of_third,
            second, third, DIMS: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
-    """A block of some rows a program.
+    """A tile of elements per program.
 
-    What is left is rounded before it is added, as it is where it stands alone.
+    The result of dropout is rounded before the sum, as it is where it stands alone.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -69,7 +67,7 @@ def _launched(
 def dropped(
     x: Tensor, added: Tensor | None, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]
 ) -> Tensor:
-    """The elements that survive at these places of each dim, scaled, plus what is added."""
+    """The elements that dropout keeps at these indices of each dim, scaled, plus `added`."""
     if backend.runs(x):
         return _launched(x, added, key, op, p, shape, places)
     left = torch.where(random.kept_at(key, op, p, shape, places), x * (1.0 / (1.0 - p)), 0)
@@ -85,7 +83,7 @@ def _(
 
 @torch.library.custom_op("autopar::dropout_backward", mutates_args=())
 def dropped_backward(dy: Tensor, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
-    """The gradient of `x`; that of what is added is `dy` itself."""
+    """The gradient of `x`; that of `added` is `dy` itself."""
     if backend.runs(dy):
         return _launched(dy, None, key, op, p, shape, places)
     return (torch.where(random.kept_at(key, op, p, shape, places), dy, 0) * (1.0 / (1.0 - p))).contiguous()
@@ -114,16 +112,16 @@ dropped.register_autograd(_gradients, setup_context=_remember)
 def dropout(
     x: Tensor, added: Tensor | None, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float
 ) -> Tensor:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     if not backend.is_traced(x.device.type):
         return reference(x, added, key, op, shape, cuts, p)
     return dropped(x, added, key, op, p, list(shape), random.places_of(key, cuts, x.shape))
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where something survives and what is added is as large.
+    """Arguments of the call, or None unless 0 <= p < 1 and `added` has the shape of `x`.
 
-    A graph does not say yet at which places a device will draw.
+    In a graph the arguments of the draw are None: it does not say yet at which indices a device will draw.
     """
     x, added, p = found["x"], found.bound.get("added"), found.bound.get("P", 0.5)
     operands = [x] if added is None else [x, added]

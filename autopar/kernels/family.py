@@ -18,22 +18,22 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """A kernel by its name."""
+    """A kernel with the patterns of ops that it replaces."""
 
     name: str
     patterns: tuple[Pattern, ...]  # one of more ops before what is a part of it
     call: Callable[..., Any]  # what stands in the place of a group; it gives a tuple where there are several results
     reference: Callable[..., Any]  # the ops of a group, of the same arguments
     arguments: Callable[[Found], Mapping[str, Any] | None]  # of the call; None where the kernel does not serve a group
-    # what backward reads beside gradients, where that is not what the ops keep
+    # values that backward reads beside gradients, where these are not those that the ops keep
     keeps: Callable[[Found], Sequence[fx.Node]] | None = None
-    # the product before a group whose bias gets its gradient there, and the change of that product
+    # the product before a group that gives the gradient of the product's bias, and the change of that product
     product: Callable[[Found], fx.Node] | None = None
     prepare: Callable[[Found], None] | None = None
     over: str = ""  # the operand over which its gradient can be written, by its name in patterns
 
     def find(self, node: fx.Node) -> tuple[Found, Mapping[str, Any]] | None:
-        """The group whose last result is this node, and the arguments of the call in its place."""
+        """The group whose last result is this node, with the arguments of its call; None where there is none."""
         for pattern in self.patterns:
             found = find(pattern, node)
             if found is not None and (arguments := self.arguments(found)) is not None:
@@ -42,13 +42,13 @@ class Family:
 
 
 def are_alike(nodes: Sequence[fx.Node]) -> bool:
-    """Are these tensors of one dtype, and one that kernels serve?"""
+    """Whether these tensors have one dtype, and one that kernels support."""
     dtypes = {type_of(n).dtype for n in nodes}
     return len(dtypes) == 1 and dtypes <= set(FLOATS)
 
 
 def summed(found: Found, arguments: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The arguments of a call on `x`, where `x` is the sum of two operands that are as it is; None of others."""
+    """Arguments of a call on a sum, from those of a call on `x`; None unless both summands have its shape and dtype."""
     if arguments is None:
         return None
     operands = {"first": found["first"], "second": found["second"]}
@@ -59,7 +59,7 @@ def summed(found: Found, arguments: Mapping[str, Any] | None) -> Mapping[str, An
 
 
 def through(reference: Callable[..., Any], gradient: Any, *operands: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of the reference's operands: those that autograd gives for its ops, in memory order."""
+    """Gradients of the reference's operands by autograd, contiguous."""
     _, back = torch.func.vjp(reference, *operands)
     return tuple(g.clone(memory_format=torch.contiguous_format) for g in back(gradient))
 
@@ -67,7 +67,7 @@ def through(reference: Callable[..., Any], gradient: Any, *operands: Tensor) -> 
 def through_sum(
     reference: Callable[..., Tensor], beside: Tensor | None, gradient: Tensor, sum_: Tensor, *operands: Tensor
 ) -> tuple[Tensor, ...]:
-    """The same where the first operand is a sum that is a result too, with a gradient `beside` by its other readers."""
+    """Gradients of the reference's operands where the first is a sum with a gradient `beside` from other readers."""
     if beside is None:
         return through(reference, gradient, sum_, *operands)
     return through(lambda x, *rest: (x, reference(x, *rest)), (beside, gradient), sum_, *operands)

@@ -1,4 +1,4 @@
-"""A gate: an activation of one half, times the other."""
+"""A gate: an activation of one tensor, times another."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def reference(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 @jit
 def forward_kernel(G, U, Y, columns, g_row, u_row, KIND: tl.constexpr, IS_HALF: tl.constexpr,
                    BLOCK: tl.constexpr):  # fmt: skip
-    """A block of a row a program; the activation is rounded as it is where it stands alone.
+    """A block of a row per program; the activation is rounded before the product, as it is where it stands alone.
 
-    Halves of one tensor lie further apart than their columns.
+    Rows may be further apart than their columns, as halves of one tensor are.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +49,7 @@ def forward_kernel(G, U, Y, columns, g_row, u_row, KIND: tl.constexpr, IS_HALF: 
 @jit
 def backward_kernel(DY, G, U, DG, DU, columns, g_row, u_row, KIND: tl.constexpr, IS_HALF: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
-    """The activation is made once more: nothing but gate and up is kept."""
+    """Gradients of gate and up; the activation is recomputed, as only gate and up are saved."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * columns + column
@@ -63,12 +63,12 @@ def backward_kernel(DY, G, U, DG, DU, columns, g_row, u_row, KIND: tl.constexpr,
 
 
 def _grid(x: Tensor) -> tuple[int, int]:
-    """Programs: rows, and blocks of a row."""
+    """The grid of programs: rows, and blocks of a row."""
     return x.numel() // x.shape[-1], -(-x.shape[-1] // BLOCK)
 
 
 def _constants(x: Tensor, kind: int) -> dict[str, Any]:
-    """Those of a launch."""
+    """Constants of a launch."""
     return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2, "BLOCK": BLOCK, "num_warps": WARPS}
 
 
@@ -92,7 +92,7 @@ def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 
 @torch.library.custom_op("autopar::gated_backward", mutates_args=())
 def product_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up."""
+    """Gradients of gate and up."""
     if not backend.runs(gate):
         dg, du = through(lambda g, u: reference(g, u, kind), dy, gate, up)
         return dg, du
@@ -122,12 +122,12 @@ product.register_autograd(_gradients, setup_context=_remember)
 
 
 def gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     return product(gate, up, kind) if backend.is_traced(gate.device.type) else reference(gate, up, kind)
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where both halves are of one shape."""
+    """Arguments of the call, or None unless gate and up have one shape and dtype."""
     gate, up = found["gate"], found["up"]
     is_served = are_alike([gate, up]) and len(type_of(gate).shape) > 0 and type_of(gate).shape == type_of(up).shape
     return {"gate": gate, "up": up, "kind": found.pattern.variant["kind"]} if is_served else None

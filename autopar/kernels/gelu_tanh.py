@@ -1,4 +1,4 @@
-"""A gelu by a tanh that a model writes out: eight ops of elements in one kernel."""
+"""A gelu by a tanh that a model writes out: eight elementwise ops in one kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK, WARPS = 2048, 4
 
 @jit
 def forward_kernel(X, Y, count, BLOCK: tl.constexpr):
-    """A block of elements a program."""
+    """A block of elements per program."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), 3, False)
@@ -29,7 +29,7 @@ def forward_kernel(X, Y, count, BLOCK: tl.constexpr):
 
 @jit
 def backward_kernel(DY, X, DX, count, BLOCK: tl.constexpr):
-    """The gradient times the slope at what was given."""
+    """The gradient of the result times the derivative at `x`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dy = tl.load(DY + at, mask=inside, other=0.0).to(tl.float32)
@@ -79,7 +79,7 @@ activation.register_autograd(lambda ctx, dy: activation_backward(dy, *ctx.saved_
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     return activation(x) if backend.is_traced(x.device.type) else reference(x)
 
 

@@ -1,4 +1,4 @@
-"""A normalisation of rows by their mean and variance, times a weight, plus a bias."""
+"""A layer norm with weight and bias."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @torch.library.custom_op("autopar::layer_norm", mutates_args=())
 def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Rows by their mean and variance."""
+    """Custom op: the layer norm over the last dim."""
     if not backend.runs(x):
         return reference(x, weight, bias, eps).contiguous()
     return normalised_rows(x, None, weight, bias, eps, rounds=False)[1]
@@ -37,7 +37,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def normalised_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `x`, of the weight and of the bias."""
+    """Gradients of `x`, of the weight and of the bias."""
     if not backend.runs(x):
         dx, dw, db = through(lambda x, w, b: reference(x, w, b, eps), dy, x, weight, bias)
         return dx, dw, db
@@ -63,12 +63,12 @@ normalised.register_autograd(_gradients, setup_context=_remember)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """One kernel in the place of the op."""
+    """The op by its kernel, or as it is where a program holds no custom ops."""
     return normalised(x, weight, bias, eps) if backend.is_traced(x.device.type) else reference(x, weight, bias, eps)
 
 
 def arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where rows are along the last dim alone."""
+    """Arguments of the call, or None unless it normalises the last dim alone."""
     x, weight, bias = found["x"], found["weight"], found["bias"]
     width = type_of(x).shape[-1]
     is_row = tuple(found["SHAPE"]) == (width,)

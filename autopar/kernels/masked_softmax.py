@@ -1,4 +1,4 @@
-"""A softmax of scores with what stands before it: they are scaled, capped by a tanh, and masked by a sum."""
+"""A softmax of scores with the ops before it: scores are scaled, capped by a tanh, and masked by a sum."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reference(
 
 @jit
 def _tanh(x):
-    """By an exponential, or near nothing, where that would cancel, by its series."""
+    """tanh by an exponential; near zero, where that would cancel, by its series."""
     square = x * x
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
@@ -46,9 +46,9 @@ def _tanh(x):
 def forward_kernel(X, MASK, Y, columns, heads, queries, of_batch, of_head, of_query, of_key, scale, cap,
                    SCALES: tl.constexpr, CAPS: tl.constexpr, MASKS: tl.constexpr, ROWS: tl.constexpr,
                    BLOCK: tl.constexpr):  # fmt: skip
-    """Some queries of a head a program, all heads one after the other: their masks, often one, are in the cache then.
+    """Some queries of a head per program; programs of all heads follow each other, as their masks are often the same.
 
-    Scores are rounded after each step, as they are by ops. A mask lies as its strides say.
+    The mask is then cached; it is read by its strides. Scores are rounded after each step, as they are by ops.
     """
     at = tl.arange(0, BLOCK)[None, :]
     head = tl.program_id(0) % heads
@@ -76,7 +76,7 @@ def forward_kernel(X, MASK, Y, columns, heads, queries, of_batch, of_head, of_qu
 @jit
 def backward_kernel(DY, X, Y, DX, rows, columns, scale, cap, SCALES: tl.constexpr, CAPS: tl.constexpr,
                     ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Some rows a program; the slope of the cap is made of the scores once more."""
+    """Some rows per program; the derivative of the cap is recomputed from the scores."""
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (at < columns)
@@ -103,7 +103,7 @@ def held(columns: int, rows: int) -> dict[str, int]:
 
 
 def _numbers(scale: float | None, cap: float | None) -> tuple[float, float]:
-    """As the kernels take them; what there is not is not read."""
+    """Scale and cap as the kernels take them; one where there is none, which is not read."""
     return 1.0 if scale is None else scale, 1.0 if cap is None else cap
 
 
@@ -111,7 +111,7 @@ def _numbers(scale: float | None, cap: float | None) -> tuple[float, float]:
 def shares(
     x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The softmax along the last dim, in a dtype."""
+    """The softmax along the last dim, in `dtype`."""
     if not backend.runs(x):
         return reference(x, mask, scale, cap, is_wide, dtype).contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -138,7 +138,7 @@ def _(
 def shares_backward(
     dy: Tensor, x: Tensor | None, y: Tensor, scale: float | None, cap: float | None, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of the scores in their dtype; they are read where they were capped."""
+    """The gradient of the scores in their dtype; `x`, the scores, is needed where they were capped."""
     if not backend.runs(dy):
         wide = y.to(torch.float32)
         ds = torch.ops.aten._softmax_backward_data(dy.to(torch.float32), wide, -1, dtype)
@@ -184,13 +184,13 @@ shares.register_autograd(_gradients, setup_context=_remember)
 def masked_softmax(
     x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
 ) -> Tensor:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     function = shares if backend.is_traced(x.device.type) else reference
     return function(x, mask, scale, cap, is_wide, dtype)
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, of rows along the last dim that a program holds; a mask has no gradient."""
+    """Arguments of the call, or None unless a program can hold a row of the last dim and the mask has no gradient."""
     x, mask, bound = found["x"], found.bound.get("mask"), found.bound
     about, given = type_of(x), [n for n in (x, mask) if n is not None]
     dtype = type_of(found.result).dtype
@@ -223,7 +223,7 @@ _MASKED = "{to} = add(input={of}, other=mask)\n"
 
 
 def _patterns() -> list[Pattern]:
-    """Those of more ops first; a softmax with nothing before or behind it stays an op."""
+    """The patterns, those with more ops first; a softmax with nothing before or behind it stays an op."""
     found = []
     for is_cast, is_wide, *has in itertools.product((True, False), (True, False), *[(True, False)] * 3):
         text, of = "", "x"

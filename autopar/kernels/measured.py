@@ -1,10 +1,10 @@
 """Which kernels were measured to be faster on a device: what `kernels=True` takes.
 
-It stands in a file of this user's, by the name of the device; AUTOPAR_CACHE says in which folder. What a kernel is held
-against is what runs without it: the ops one by one, or, in a program that torch.compile makes, what that makes of them
+The gains stand in a file of this user, by the name of the device; AUTOPAR_CACHE names its folder. A kernel is compared
+with what runs without it: the ops one by one, or, in a program that torch.compile makes, their compiled form
 (`COMPILED` behind a family's name). A device that is not in the file is measured when a plan first asks, in some
 seconds: one shape of each family beside its ops. `python -m autopar.bench kernels` measures more shapes, and
-torch.compile beside.
+torch.compile as well.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COMPILED = " compiled"
 
 
 def path() -> Path:
-    """The file."""
+    """The file of measured gains."""
     folder = os.environ.get(VARIABLE) or Path.home() / ".cache" / "autopar"
     return Path(folder) / "kernels.json"
 
 
 def keep(device: str, gains: Mapping[str, float]) -> Path:
-    """Keep how many times as fast as what runs without it each kernel is, where that is least; return the file."""
+    """Keep each kernel's least speed-up over what runs without it, by device; returns the file."""
     known = _read()
     known[device] = {**known.get(device, {}), **gains}
     path().parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def keep(device: str, gains: Mapping[str, float]) -> Path:
 
 
 def taken(asked: bool | tuple[str, ...], whose: str, compiled: bool) -> tuple[str, ...]:
-    """The families that take the place of ops on devices whose kernels are these: those that were named, or faster."""
+    """Families that replace ops on devices with kernels of kind `whose`: those named in `asked`, or the faster ones."""
     if asked is True:
         return faster(compiled) if whose == "cuda" else ()
     return asked or ()
@@ -62,7 +62,7 @@ def faster(compiled: bool = False) -> tuple[str, ...]:
 
 @functools.cache
 def _measured_now(device: str, names: tuple[str, ...]) -> Mapping[str, float]:
-    """The gains of families on this device, measured and kept; once in a process, whatever the file says."""
+    """Gains of families on this device, measured and kept; once in a process, whatever the file says."""
     from autopar.kernels.timing import least_gains, measure  # here: it loads every family, and torch's timer
 
     said = f"autopar: measuring its kernels on {device}, once; kept in {path()}"
@@ -82,7 +82,7 @@ def _measured_now(device: str, names: tuple[str, ...]) -> Mapping[str, float]:
 
 
 def _read() -> dict[str, dict[str, float]]:
-    """All that is kept; nothing where there is no such file, or something else in it."""
+    """All gains in the file; nothing where it is missing or unreadable."""
     try:
         found = json.loads(path().read_text())
         return {str(device): {str(n): float(gain) for n, gain in gains.items()} for device, gains in found.items()}

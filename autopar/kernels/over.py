@@ -1,6 +1,6 @@
-"""Custom ops that write their result over their first operand: twins of such as give it a memory of its own.
+"""In-place twins of custom ops: they write the result over the first operand instead of new memory.
 
-The twin of `autopar::name` is `autopar::name_`, of the same arguments. Who calls it knows that nothing reads the
+The twin of `autopar::name` is `autopar::name_`, of the same arguments. Its caller must know that nothing reads the
 operand afterwards.
 """
 
@@ -16,7 +16,7 @@ from autopar.runtime.private import OpOverload
 
 
 def written_over(name: str, run: Callable[..., Tensor]) -> None:
-    """Define the twin of a custom op. `run` gives its first operand, which it has written to."""
+    """Define the twin of a custom op by `run`, which writes to its first operand and returns it."""
     first = next(iter(run.__annotations__))
     schema = torch.library.infer_schema(run, mutates_args=(first,))
     torch.library.define(f"{name}_", schema.replace("-> Tensor", "-> Tensor(a0!)"))
@@ -25,18 +25,18 @@ def written_over(name: str, run: Callable[..., Tensor]) -> None:
 
 
 def twin_of(target: Any) -> OpOverload | None:
-    """The twin of a custom op, by its overload; None of an op that has none."""
+    """The twin of a custom op, by its overload; None where it has none."""
     return _named(f"{_name_of(target)}_") if _name_of(target) else None
 
 
 def pure(target: Any) -> Any:
-    """The op that a twin is the twin of; any other as it is."""
+    """The op that a twin belongs to; any other op as it is."""
     name = _name_of(target)
     return _named(name[:-1]) if name.endswith("_") else target
 
 
 def _name_of(target: Any) -> str:
-    """The name of a custom op of autopar's, by its overload; "" of anything else."""
+    """The name of an overload of autopar's custom ops; "" for anything else."""
     is_ours = isinstance(target, OpOverload) and target.namespace == "autopar"
     return str(target._schema.name).partition("::")[2] if is_ours else ""
 

@@ -1,7 +1,7 @@
-"""A piece of a program, and where it stands in another.
+"""Find a piece of a program, written as a pattern, in another program.
 
 A pattern is written as local programs print. Names that are assigned are its ops or local forms, the last of them its
-result; other names are operands, capitals are constants that may be any.
+result; other names are operands, names in capitals are constants of any value.
 
     wide = to(input=x, dtype=torch.float32)
     square = pow(input=wide, exponent=2)
@@ -33,7 +33,7 @@ _Bound = Mapping[str, Any]  # of a pattern's names, the nodes and constants that
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An op of a pattern. An argument is the name of a value or constant, a list of names, or a literal."""
+    """An op of a pattern; an argument is the name of a value or constant, a list of names, or a literal."""
 
     op: str
     arguments: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Steps by the names of their values, in order."""
+    """Ops by the names of their values, in order."""
 
     steps: Mapping[str, Step]
     results: tuple[str, ...]  # the last of them is that of the last step
@@ -56,7 +56,7 @@ class Pattern:
 
     @staticmethod
     def of(text: str, **variant: Any) -> Pattern:
-        """Read a pattern as it is written."""
+        """Parse a pattern."""
         steps = dict[str, Step]()
         results: tuple[str, ...] = ()
         for line in ast.parse(text).body:
@@ -74,14 +74,14 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """A place of a pattern: what its names stand for."""
+    """A match of a pattern: what its names stand for."""
 
     pattern: Pattern
     bound: _Bound
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The ops, in the order of the pattern."""
+        """The matched ops, in the order of the pattern."""
         return [self.bound[name] for name in self.pattern.steps]
 
     @property
@@ -98,7 +98,7 @@ class Found:
 
 
 def find(pattern: Pattern, node: fx.Node) -> Found | None:
-    """The place of a pattern whose last result is this node."""
+    """The match of a pattern whose last result is this node; None where there is none."""
     for bound in _all_results(pattern, node):
         found = Found(pattern, bound)
         nodes, results = set(found.nodes), found.results
@@ -111,9 +111,9 @@ def find(pattern: Pattern, node: fx.Node) -> Found | None:
 
 
 def _all_results(pattern: Pattern, last: fx.Node) -> Iterator[_Bound]:
-    """The ways in which a pattern may stand, its last result at this node.
+    """The possible matches of a pattern whose last result is this node.
 
-    A result that the last one is not made of is looked for among the nodes before.
+    A result that the last one does not depend on is searched among the nodes before.
     """
     ways = list(_value(pattern, pattern.results[-1], last, {}))
     for name in reversed(pattern.results[:-1]):
@@ -136,7 +136,7 @@ def _before(node: fx.Node, op: str) -> Iterator[fx.Node]:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read a value, through the identity by which a graph says that several do."""
+    """The nodes that read a value, directly or through an identity for several readers."""
     for user in node.users:
         if _is_identity(user):
             yield from readers(user)
@@ -159,7 +159,7 @@ def _argument(written: ast.expr) -> Any:
 
 
 def _value(pattern: Pattern, name: str, given: Any, bound: _Bound) -> Iterator[_Bound]:
-    """The ways in which a name may stand for a node or constant, beside those that are bound."""
+    """The bindings by which a name may stand for a node or constant, beside those that exist."""
     while isinstance(given, fx.Node) and _is_identity(given):
         given = given.kwargs["input"]
     if name in bound:
@@ -178,7 +178,7 @@ def _value(pattern: Pattern, name: str, given: Any, bound: _Bound) -> Iterator[_
 
 
 def called(node: fx.Node) -> str:
-    """The op that a node calls, or the local form that stands for one; empty where it is neither."""
+    """The op that a node calls, or the local form that stands for one; "" where it is neither."""
     if isinstance(node.target, Op):
         return op_name(node)
     is_form = getattr(node.target, "__module__", "") == forms.__name__
@@ -194,7 +194,7 @@ def _orders(step: Step) -> Iterator[Mapping[str, Any]]:
 def _arguments(
     pattern: Pattern, wanted: Sequence[tuple[str, Any]], given: Mapping[str, Any], bound: _Bound
 ) -> Iterator[_Bound]:
-    """The ways in which all arguments match, those that are not wanted being absent."""
+    """The bindings by which all arguments match; arguments that are not in the pattern must be absent."""
     if len(wanted) != len(given):
         return
     ways: list[_Bound] = [bound]

@@ -1,4 +1,4 @@
-"""A normalisation of rows by the root of their mean square, times a weight."""
+"""An RMS norm with a weight."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 
 @torch.library.custom_op("autopar::rms_norm", mutates_args=())
 def normalised(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
-    """Rows by the root of their mean square; `rounds`: to the dtype of `x` before the weight."""
+    """Custom op: the RMS norm over the last dim; with `rounds` it is rounded to the dtype of `x` before the weight."""
     if not backend.runs(x):
         return reference(x, weight, eps, rounds).contiguous()
     return normalised_rows(x, None, weight, None, eps, rounds)[1]
@@ -48,7 +48,7 @@ def _(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 
 @torch.library.custom_op("autopar::rms_norm_backward", mutates_args=())
 def normalised_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, rounds: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of `x` and of the weight."""
+    """Gradients of `x` and of the weight."""
     if not backend.runs(x):
         dx, dw = through(lambda x, w: reference(x, w, eps, rounds), dy, x, weight)
         return dx, dw
@@ -74,12 +74,12 @@ normalised.register_autograd(_gradients, setup_context=_remember)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     return normalised(x, weight, eps, rounds) if backend.is_traced(x.device.type) else reference(x, weight, eps, rounds)
 
 
 def arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call: where rows are along the last dim, and what is rounded is rounded to the input's dtype."""
+    """Arguments of the call, or None unless it normalises the last dim, and rounds to the input's dtype if at all."""
     x, weight, eps = found["x"], found["weight"], found["EPS"]
     variant = found.pattern.variant
     if not type_of(x).shape:

@@ -1,4 +1,4 @@
-"""Positions as a rotation: each pair of one element of the first half and one of the second turns by an angle."""
+"""Rotary position embedding: each pair of an element of the first half and one of the second turns by an angle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @jit
 def _turn(X, C, S, Y, part, batch, place, heads, x_batch, x_head, x_place, c_batch, c_place, y_batch, y_head, y_place,
           HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, IS_BACK: tl.constexpr):  # fmt: skip
-    """HEADS heads of one place, which share its angles. Back, the rotation is the other way round."""
+    """Rotates HEADS heads of one position, which share its angles; the other way round in backward."""
     at = tl.arange(0, BLOCK)
     head = part * HEADS + tl.arange(0, HEADS)
     is_angle = at < HALF
@@ -67,7 +67,7 @@ def kernel(X, Y, K, L, C, S, places, c_batch, c_place,
            k_heads, k_batch, k_head, k_place, l_batch, l_head, l_place, parts,
            HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, IS_BACK: tl.constexpr,
            IS_PAIR: tl.constexpr):  # fmt: skip
-    """Some heads of one place a program: of X, in so many parts, and where there is a pair those of K behind them."""
+    """Some heads of one position per program: first those of X in `parts` programs, then those of K where IS_PAIR."""
     row = tl.program_id(0).to(tl.int64)
     place, batch = row % places, row // places
     part = tl.program_id(1)
@@ -84,13 +84,13 @@ def kernel(X, Y, K, L, C, S, places, c_batch, c_place,
 
 
 def heads_of(half: int, heads: int) -> tuple[int, int]:
-    """Elements that a program holds of half a head, and heads that it turns: as many as leave registers."""
+    """The block of half a head, and the heads that a program turns: as many as registers allow."""
     block = 1 << max(4, (half - 1).bit_length())
     return block, min(1 << (heads - 1).bit_length(), max(1, _TILE // block))
 
 
 def launch(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, is_back: bool) -> tuple[Tensor, ...]:
-    """The kernel on one or two tensors of (batch, heads, places, width), however the first three lie."""
+    """Run the kernel on one or two tensors of (batch, heads, positions, width), whatever their strides."""
     ys = tuple(torch.empty_like(x) for x in xs)
     batch, _, places, width = xs[0].shape
     xs = tuple(x if x.stride(3) == 1 else x.contiguous() for x in xs)
@@ -111,7 +111,7 @@ def launch(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, is_back: bool) -> t
 
 @torch.library.custom_op("autopar::rotary", mutates_args=())
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each head of each place, turned by its angles; it lies as `x` does."""
+    """Each head of each position, rotated by its angles; laid out like `x`."""
     if backend.runs(x):
         return launch((x,), cos, sin, is_back=False)[0]
     return torch.empty_like(x).copy_(reference(x, cos, sin))
@@ -124,7 +124,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.library.custom_op("autopar::rotary_backward", mutates_args=())
 def rotated_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of what was turned; it lies as `dy` does."""
+    """The gradient of the rotated tensor; laid out like `dy`."""
     if backend.runs(dy):
         return launch((dy,), cos, sin, is_back=True)[0]
     return torch.empty_like(dy).copy_(through(lambda x: reference(x, cos, sin), dy, dy)[0])
@@ -147,12 +147,12 @@ rotated.register_autograd(_gradients, setup_context=_remember)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     return rotated(x, cos, sin) if backend.is_traced(x.device.type) else reference(x, cos, sin)
 
 
 def are_served(found: Found, x: Any) -> bool:
-    """Are angles no parameters, and the same for all heads of `x`?"""
+    """Whether the kernel can rotate `x`: angles need no gradient, and are the same for all heads."""
     cos, sin = found["cos"], found["sin"]
     shape, angles = type_of(x).shape, type_of(cos).shape
     is_served = are_alike([x, cos, sin]) and not type_of(cos).requires_grad and not type_of(sin).requires_grad

@@ -1,4 +1,4 @@
-"""Positions as a rotation of queries and keys together: both share their angles, and one launch."""
+"""Rotary position embedding of queries and keys together: they share their angles, and one launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
 
 @torch.library.custom_op("autopar::rotary_pair", mutates_args=())
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Each head of each place, turned by its angles; they lie as `q` and `k` do."""
+    """Each head of each position, rotated by its angles; laid out like `q` and `k`."""
     if backend.runs(q):
         one, other = rotary.launch((q, k), cos, sin, is_back=False)
         return one, other
@@ -36,7 +36,7 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("autopar::rotary_pair_backward", mutates_args=())
 def rotated_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of what was turned; they lie as `dq` and `dk` do."""
+    """Gradients of queries and keys; laid out like `dq` and `dk`."""
     if backend.runs(dq):
         one, other = rotary.launch((dq, dk), cos, sin, is_back=True)
         return one, other
@@ -61,12 +61,12 @@ rotated.register_autograd(_gradients, setup_context=_remember)
 
 
 def rotary_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """One kernel in the place of the ops of the group."""
+    """The group by its kernel, or by its ops where a program holds no custom ops."""
     return (rotated if backend.is_traced(q.device.type) else reference)(q, k, cos, sin)
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Those of the call, where both are turned by angles of their batch and places, which are the same."""
+    """Arguments of the call, or None unless queries and keys have the same batch, positions and angles."""
     q, k = found["x_q"], found["x_k"]
     one, other = type_of(q), type_of(k)
     is_served = rotary.are_served(found, q) and rotary.are_served(found, k) and one.dtype == other.dtype

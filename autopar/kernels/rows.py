@@ -1,13 +1,12 @@
-"""Normalisations of rows: the kernels that `rms_norm` and `layer_norm` have in common, and their launches.
+"""Norms of rows: the kernels that `rms_norm` and `layer_norm` have in common, and their launches.
 
-A row of up to MOST_COLUMNS is held in registers and, but for the longest, read once either way: backward adds up what
-its rows give to the gradients of the weight and the bias while it has them. Wider rows are gone over block by block,
-once more for each sum that the next needs; the gradients of their weights are a second pass over columns, in
+A row of up to MOST_COLUMNS is held in registers and, except for the longest, read once in forward and in backward;
+backward meanwhile sums what its rows add to the gradients of weight and bias. Wider rows are read block by block, once
+more for each sum that the next one needs; the gradients of their weights take a second pass over columns, in
 `weights_kernel`.
 
-A kernel is told by constants what it does: MEANS, of layer_norm, takes the mean off each row; ROUNDS, of rms_norm as
-models write it, rounds a row to its dtype before the weight; ADDS is a sum with its norm; EVEN, that columns fill a
-block.
+Constants say what a kernel does: MEANS, for layer_norm, subtracts the mean of each row; ROUNDS, for rms_norm as models
+write it, rounds a row to its dtype before the weight; ADDS is a sum with its norm; EVEN, that columns fill a block.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ FOLDED = 32, 32  # parts and columns that a program of the fold holds
 @jit
 def forward_kernel(X, R, W, B, S, Y, rows, columns, eps, MEANS: tl.constexpr, ROUNDS: tl.constexpr,
                    ADDS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Some rows a program. A sum is rounded before it is normalised.
+    """Some rows per program.
 
-    A variance is of what is left without the mean.
+    A sum is rounded before it is normalised, and variance is taken after the mean is subtracted.
     """
     at = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -61,10 +60,10 @@ def forward_kernel(X, R, W, B, S, Y, rows, columns, eps, MEANS: tl.constexpr, RO
 def backward_kernel(DY, DS, X, W, DX, DW, DB, rows, columns, eps, programs, MEANS: tl.constexpr, ADDS: tl.constexpr,
                     EVEN: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
-    """Every so many rows a program, and what all of its rows give to the gradients of weight and bias.
+    """A strided share of the rows per program, and their sums for the gradients of weight and bias.
 
-    Sums that do not wait for each other are made at once: what threads exchange is what such rows wait for. Of long
-    rows, which would not fit into registers, operands are read AGAIN behind their sums, from the cache.
+    Sums that do not depend on each other are made at once, as their exchange between threads is the bottleneck. Long
+    rows do not fit into registers: with AGAIN their operands are read again after the sums, from the cache.
     """
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)[None, :]
@@ -108,7 +107,7 @@ def backward_kernel(DY, DS, X, W, DX, DW, DB, rows, columns, eps, programs, MEAN
 
 @jit
 def fold_kernel(DW, DB, TO_W, TO_B, parts, columns, MEANS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums of all programs' parts of some columns of the gradients of a weight and a bias, in one order."""
+    """Sums over all programs, for some columns, of the gradients of a weight and a bias, in a fixed order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     dw = tl.zeros((ROWS, COLUMNS), tl.float32)
     db = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -126,7 +125,7 @@ def fold_kernel(DW, DB, TO_W, TO_B, parts, columns, MEANS: tl.constexpr, ROWS: t
 
 @jit
 def _mean_and_root(X, columns, eps, MEANS: tl.constexpr, BLOCK: tl.constexpr):
-    """The mean of a wide row, where that is taken off, and one over the root of the mean square of the rest."""
+    """Mean of a wide row, zero unless MEANS, and one over the root of the mean square of the rest."""
     at = tl.arange(0, BLOCK)
     mean = 0.0
     if MEANS:
@@ -145,7 +144,7 @@ def _mean_and_root(X, columns, eps, MEANS: tl.constexpr, BLOCK: tl.constexpr):
 @jit
 def wide_forward_kernel(X, R, W, B, S, Y, columns, eps, MEANS: tl.constexpr, ROUNDS: tl.constexpr,
                         ADDS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """A wide row a program."""
+    """One wide row per program."""
     row = tl.program_id(0).to(tl.int64) * columns
     at = tl.arange(0, BLOCK)
     if ADDS:
@@ -170,7 +169,7 @@ def wide_forward_kernel(X, R, W, B, S, Y, columns, eps, MEANS: tl.constexpr, ROU
 @jit
 def wide_backward_kernel(DY, DS, X, W, DX, MEAN, ROOT, columns, eps, MEANS: tl.constexpr, ADDS: tl.constexpr,
                          BLOCK: tl.constexpr):  # fmt: skip
-    """A wide row a program, whose mean and root are left for the second pass."""
+    """One wide row per program; its mean and root are written for the second pass."""
     program = tl.program_id(0)
     row = program.to(tl.int64) * columns
     at = tl.arange(0, BLOCK)
@@ -233,10 +232,10 @@ def held(columns: int) -> dict[str, Any]:
 
 
 def held_backward(columns: int, dtype: torch.dtype, means: bool, adds: bool, shared: int) -> dict[str, Any]:
-    """The same of backward, whose loads are some tiles ahead: what was fastest on an H200, as far as registers go.
+    """The tile, warps and stages of a program of backward, as was fastest on an H200.
 
-    And as far as the shared memory of a block goes, of which a device has so many bytes: loads on their way lie there,
-    and what threads exchange.
+    Loads run some stages ahead, as far as the `shared` bytes of shared memory of a block allow: loads under way lie
+    there, and what threads exchange.
     """
     block, is_half = _block(columns), dtype.itemsize == 2
     if block <= 1024:
@@ -254,7 +253,7 @@ def held_backward(columns: int, dtype: torch.dtype, means: bool, adds: bool, sha
 
 
 def most_columns(dtype: torch.dtype, means: bool) -> int:
-    """The longest row that backward holds: half as long in single precision, and with a mean, which has more sums."""
+    """The longest row that backward holds: half as long in single precision, and with a mean, which takes more sums."""
     return MOST_COLUMNS if dtype.itemsize == 2 and not means else MOST_COLUMNS // 2
 
 
@@ -265,10 +264,7 @@ def _block(columns: int) -> int:
 def normalised_rows(
     x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rounds: bool
 ) -> tuple[Tensor, Tensor]:
-    """`x` and what is added, summed; and its rows normalised: by mean and variance with a bias, by the root else.
-
-    Where nothing is added the sum is `x`.
-    """
+    """The sum of `x` and `added`, or `x` where that is None; and its norm: layer norm with a bias, else RMS norm."""
     columns = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sum_ = x if added is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -291,9 +287,9 @@ def normalised_rows(
 def gradients_of_rows(
     dy: Tensor, beside: Tensor | None, x: Tensor, weight: Tensor, eps: float, means: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The gradients of `x`, with one that it has `beside`; and of the weight and, by mean and variance, the bias.
+    """The gradient of `x`, plus `beside` where given; and those of the weight and, with `means`, the bias.
 
-    Each program adds up some of the rows; what all have is added up here, in one order.
+    Each program sums some of the rows; the programs' sums are added up here, in a fixed order.
     """
     columns = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

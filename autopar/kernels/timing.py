@@ -1,8 +1,8 @@
-"""Times of kernels: of each family, on shapes of models, forward and backward.
+"""Time kernels: each family on shapes of models, forward and backward.
 
-The floor is what has to move: operands are read and results written, then gradients and what they are made of are read,
-and those of the operands written, each once, at the bandwidth that a copy reaches on the device. On a GPU the calls are
-captured and replayed, each behind a write over its caches, so that only what runs there is timed.
+The floor is the memory traffic: forward reads operands and writes results, backward reads gradients and what they
+depend on and writes the gradients of operands, each once, at the bandwidth that a copy reaches on the device. On a GPU
+calls are captured and replayed, each after a write that flushes the caches, so that only GPU time counts.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "cross_entropy": (-100, 0.0),
     "cross_entropy_part": (-100, 0.0, (), 128256),  # what is exchanged is not timed
 }
-# of the operands, by their places: those that backward has to read beside gradients (of a sum, one is as large as it),
-# and those whose gradients it writes (a sum's operands have one gradient)
+# places of the operands that backward reads beside gradients (one operand of a sum is as large as the sum), and of
+# those whose gradients it writes (a sum's operands share one gradient)
 _BACK: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "rms_norm": ((0, 1), (0, 1)),
     "layer_norm": ((0, 1), (0, 1, 2)),
@@ -84,14 +84,14 @@ _BACK: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "cross_entropy": ((0, 1), (0,)),
     "cross_entropy_part": ((0, 1), (0,)),
 }
-_STILL = {"rotary": 2, "rotary_pair": 2, "masked_softmax": 1}  # so many of the last operands get no gradient
+_STILL = {"rotary": 2, "rotary_pair": 2, "masked_softmax": 1}  # number of last operands that get no gradient
 log = logging.getLogger("autopar")
 _LEAST_S = 0.01  # of measuring one call on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a call and of its backward, in the median, and the spread of both together."""
+    """Median seconds of a call and of its backward, and the spread of both together."""
 
     forward: float = math.inf
     backward: float = math.inf
@@ -104,7 +104,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A family on one shape, beside others that do the same."""
+    """Times of a family on one shape, beside others that do the same."""
 
     family: str
     dtype: str
@@ -121,29 +121,29 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """Times as fast as the fastest of the others; 0 where it is not right."""
+        """Speed-up over the fastest of the others; 0 where the results differ."""
         fastest = min(self.ops.both, self.compiled.both, self.liger.both)
         return fastest / self.kernel.both if self.is_right else 0.0
 
     @property
     def of_copies(self) -> tuple[float, float]:
-        """The time of a copy of as many bytes, as a share of the kernel's: forward, and backward."""
+        """Time of a copy of as many bytes, as a share of the kernel's: forward, and backward."""
         return _over(self.copied_s[0], self.kernel.forward), _over(self.copied_s[1], self.kernel.backward)
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Bytes of the floor a second, as a share of what a copy reaches: forward, and backward."""
+        """Bandwidth of the floor as a share of what a copy reaches: forward, and backward."""
         forward, backward = (b / self.copied_bytes_per_s for b in self.floor_bytes)
         return _over(forward, self.kernel.forward), _over(backward, self.kernel.backward)
 
 
 def _over(seconds: float, taken: float) -> float:
-    """A share of what was taken; of nothing, none."""
+    """A ratio of seconds; 0 where `taken` is zero."""
     return seconds / taken if taken else 0.0
 
 
 def measure(names: Sequence[str], device: str, small: bool = False, quick: bool = False) -> Iterator[Row]:
-    """A row for each family, dtype and shape; `quick`: the first shape alone, and without torch.compile."""
+    """Yield a row for each family, dtype and shape; with `quick` only the first shape, and without torch.compile."""
     large = 2**17 if small else 2**28 if quick else 2**32
     copied = large / _copy_s(large, device)
     for family in families(names):
@@ -156,7 +156,7 @@ def measure(names: Sequence[str], device: str, small: bool = False, quick: bool 
 
 
 def least_gains(rows: Iterable[Row]) -> dict[str, float]:
-    """The gain of each family where it is least, over its ops and over what torch.compile makes of them."""
+    """The least speed-up of each family, over its ops and over their compiled form."""
     gains: dict[str, float] = {}
     for row in rows:
         for key, others in ((row.family, row.ops), (row.family + COMPILED, row.compiled)):
@@ -213,14 +213,14 @@ def _row(
 
 
 def _gradient_of(y: Tensor) -> Tensor:
-    """Drawn numbers, for ones would leave rounding errors of a softmax alone; of a loss, one."""
+    """A random gradient, as ones would leave only rounding errors of a softmax; one for a loss."""
     dice = torch.Generator(y.device).manual_seed(1)
     drawn = torch.randn(y.shape, device=y.device, dtype=y.dtype, generator=dice)
     return drawn if y.dim() else torch.ones_like(y)
 
 
 def _numbers(name: str, x: Tensor) -> tuple[Any, ...]:
-    """The arguments of a call beside its operands; of a draw its key, and the places of a tensor that is whole."""
+    """Arguments of a call beside its operands; for dropout its key, and a whole tensor's shape and cuts."""
     if name == "dropout":
         return torch.tensor(1234567, device=x.device), 0, tuple(x.shape), ((),) * x.dim(), 0.1
     if name == "masked_softmax":
@@ -229,7 +229,7 @@ def _numbers(name: str, x: Tensor) -> tuple[Any, ...]:
 
 
 def _step_of_adamw(device: str, copied: float, count: int) -> Row:
-    """A step on parameters of halves with their master copies, beside torch's fused step and its casts."""
+    """A step on half-precision parameters with master copies, beside torch's fused step and its casts."""
     half, wide = torch.randn(count, device=device, dtype=torch.bfloat16), torch.rand((3, count), device=device)
     gradient, (master, average, squares) = torch.randn_like(half), wide
     scale, rates = torch.full((), 0.5, device=device), adamw.Rates(1e-3, (0.9, 0.99), 1e-8, 0.1, 3)
@@ -262,12 +262,12 @@ def _median(call: Callable[[], Any], device: str) -> float:
 
 
 def _several(made: Any) -> tuple[Tensor, ...]:
-    """The results of a call, of which there may be one."""
+    """The results of a call as a tuple."""
     return made if isinstance(made, tuple) else (made,)
 
 
 def _is_near(found: Tensor, right: Tensor) -> bool:
-    """Is it what the ops give, but for rounding?"""
+    """Whether a result equals that of the ops up to rounding."""
     near = 1e-4 if right.dtype == torch.float32 else 2e-2
     return bool((found - right).abs().max() <= near * right.abs().max())
 
@@ -313,7 +313,7 @@ def _times_of(
     gradients: Sequence[Tensor],
     device: str,
 ) -> Times:
-    """The times of a call; infinite ones where another project's cannot be called so."""
+    """Times of a call; infinite where another project's function cannot be called so."""
     # leaves of its own: a gradient belongs to the stream on which its operand was first read
     given = [x.detach().requires_grad_(x.requires_grad) for x in operands]
     wanted = [x for x in given if x.requires_grad]
@@ -339,7 +339,7 @@ def _times_of(
 def _on_gpu(
     forward: Callable[[], tuple[Tensor, ...]], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a call and of its backward, as captured; of one that cannot be captured, as the host starts them."""
+    """Seconds of a call and of its backward, as captured; as started by the host where capture fails."""
     try:
         call, back = _captured(forward, wanted, gradients)
     except RuntimeError as e:
@@ -354,7 +354,7 @@ def _on_gpu(
 def _captured(
     forward: Callable[[], tuple[Tensor, ...]], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A call and its backward as graphs of the GPU, to be replayed: nothing of Python is in them."""
+    """A call and its backward as CUDA graphs to be replayed, without any Python."""
     stream, call, back = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -371,7 +371,7 @@ def _captured(
 
 
 def _replayed(run: Callable[[], Any]) -> list[float]:
-    """Seconds of it on the GPU, several times, each with nothing of its operands in the caches."""
+    """Seconds on the GPU, several times, each with cold caches."""
     do_bench = importlib.import_module("triton.testing").do_bench
     return [ms / 1e3 for ms in do_bench(run, warmup=5, rep=30, return_mode="all")]
 
@@ -391,7 +391,7 @@ def _between_quartiles(times: Sequence[float]) -> float:
 
 
 def _copy_s(moved: int, device: str) -> float:
-    """Seconds of a copy that reads and writes so many bytes in all."""
+    """Seconds of a copy that reads and writes `moved` bytes in all."""
     x = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return _median(lambda: y.copy_(x), device)

@@ -1,4 +1,4 @@
-"""Programs -> ParallelModule: the model in the user's hands."""
+"""The parallel model in the user's hands: an nn.Module whose forward and backward are the emitted programs."""
 
 from autopar.module.parallel import ParallelModule
 from autopar.module.parallelise import parallelise

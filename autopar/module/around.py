@@ -1,6 +1,7 @@
-"""Errors, which say what to do instead, where parameters of a parallel model would be taken for whole ones:
+"""Refuse code around a parallel model that would take its parameters for whole ones, with advice what to do instead.
 
-wrappers that spread or reduce them again, calls of a part by itself, files that a rank writes of what it holds.
+Refused are wrappers that would shard or reduce them again, calls of a submodule by itself, and files to which a rank
+would write only its own part.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _INSTEAD = (
 
 
 def watch_what_stands_around() -> None:
-    """Let wrappers and pickle refuse what belongs to a parallel model."""
+    """Let DDP, FSDP and pickle refuse the parameters of parallel models."""
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before_wrapping(wrapper, _refuse_wrapper)
     before_fully_shard(_refuse_wrapper)
@@ -39,7 +40,7 @@ def _refuse_wrapper(parameter: Tensor, wrapper: str) -> None:
 
 
 def _refuse_part(tensor: DTensor) -> None:
-    """Raise an error where a rank is about to write a tensor of which it holds a part."""
+    """Raise where a rank is about to pickle a tensor of which it holds only a part."""
     if tensor.device_mesh.size() == 1 or all(p.is_replicate() for p in tensor.placements):
         return
     raise NotServed(
@@ -55,7 +56,7 @@ def _refuse_part(tensor: DTensor) -> None:
 
 
 def watch_parts(model: nn.Module, are_watched: bool = True) -> None:
-    """Let parts that have parameters refuse to be called by themselves; a capture calls them as they are."""
+    """Let submodules that have parameters refuse to be called by themselves; `are_watched=False` ends that."""
     for path, part in model.named_modules():
         compiled = vars(part).get("_compiled_call_impl")  # a user's own stays
         is_ours = compiled is None or getattr(compiled, "func", None) is _call_part

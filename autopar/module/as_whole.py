@@ -1,11 +1,12 @@
-"""Parameters, gradients and cut outputs in a user's loop: they are read and written as whole tensors.
+"""Let a user's loop read and write parameters, gradients and cut outputs as if they were whole tensors.
 
     p.grad.norm().item()      a number is that of the whole tensor, not of this rank's part; so are numpy() and tolist()
     p[9].zero_()              torch gives a copy of a row where the dim is cut: what is written to it is written to p
     p[9] = 0                  written to the part of each rank
     p.copy_(x), p.data = x    x may be whole: each rank takes its part
 
-All ranks run the same lines, so that each of these may exchange: a rank that does so alone waits, and has its letter.
+Each of these may communicate, so all ranks must run the same lines: a rank that runs one alone gets a letter after a
+timeout.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ _PIECE = "_autopar_piece"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """What a tensor shows that torch made a copy of: `look` gives it from the whole of `base`."""
+    """A copy that torch has made where eager has a view: `look` gives it from the whole of `base`."""
 
     base: DTensor
     look: Callable[[Tensor], Tensor]
 
 
 def read_and_write_as_whole() -> None:
-    """Let DTensors of parallel models be read and written so, from the first model on."""
+    """Patch DTensor so that those of parallel models are read and written as whole tensors."""
     answer_reads(_number)
     replace_methods(_READS, _read)
     replace_methods(_VIEWS, _looked_at)
@@ -67,14 +68,14 @@ def read_and_write_as_whole() -> None:
 
 
 def whole_of(tensor: DTensor) -> Tensor:
-    """The tensor in full on every rank; a letter where others do not come."""
+    """The tensor in full on every rank; raises a letter where other ranks do not join in."""
     with naming_the_lost("a read of a parameter, a gradient or an output, which all ranks make"), torch.no_grad():
         summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
         return whole(tensor.redistribute(placements=summed))
 
 
 def store(tensor: DTensor, full: Tensor) -> None:
-    """Write the whole tensor: each rank its part, also to what the tensor is a piece of."""
+    """Write a whole tensor: each rank its part, and also into the tensor that this one is a piece of."""
     with torch.no_grad():
         local_part(tensor).copy_(Storage.like(tensor).take(full, False).to_local())
     _hand_on(tensor)
@@ -100,7 +101,7 @@ def _read(name: str, theirs: Any) -> Any:
 
 
 def _looked_at(name: str, theirs: Any) -> Any:
-    """A view of a tensor, which remembers what it is of where it is a copy."""
+    """A method that views a tensor; where it copies, its result remembers the tensor that it comes from."""
 
     def look(self: DTensor, *args: Any, **how: Any) -> Any:
         try:
@@ -128,7 +129,7 @@ def _looking(name: str, args: Sequence[Any], how: Any, place: int | None) -> Cal
 
 
 def _written(name: str, theirs: Any) -> Any:
-    """A write in place, which reaches what the tensor is a piece of."""
+    """A method that writes in place, also into the tensor that this one is a piece of."""
 
     def write(self: DTensor, *args: Any, **how: Any) -> Any:
         if name == "copy_" and args and _is_plain(args[0]) and is_ours(self) and _may_write(self):
@@ -146,7 +147,7 @@ def _written(name: str, theirs: Any) -> Any:
 
 
 def _met(name: str, theirs: Any) -> Any:
-    """An operator of two operands, of which the other has to be a DTensor, too."""
+    """A binary operator, with advice where the other operand is a plain tensor."""
 
     def meet(self: DTensor, *args: Any) -> Any:
         with _naming_a_plain_one(name, self, 'outputs="full", for an output; x.full_tensor() on all ranks'):
@@ -157,7 +158,7 @@ def _met(name: str, theirs: Any) -> Any:
 
 @contextlib.contextmanager
 def _naming_a_plain_one(name: str, tensor: DTensor, advice: str) -> Iterator[None]:
-    """Around what torch refuses of a DTensor and a plain tensor."""
+    """Replace torch's error about a DTensor and a plain tensor by a letter."""
     try:
         yield
     except RuntimeError as e:
@@ -181,7 +182,7 @@ def _set_item(self: DTensor, index: Any, value: Any) -> None:
 
 
 def _set_data(tensor: DTensor, value: Any, theirs: Callable[[Any], None]) -> None:
-    """torch's own puts another tensor there, and the program goes on to read this rank's part."""
+    """Write to `tensor.data` in place: torch would rebind it, and the program would still read the old part."""
     alike = isinstance(value, Tensor) and _kind(value) == _kind(tensor)
     if not is_ours(tensor) or not alike:
         theirs(value)
@@ -197,7 +198,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _begin(theirs: Callable[..., Any], tensor: DTensor, *args: Any, **how: Any) -> DTensor:
-    """What a function of nn.init makes of the whole tensor, as rank 0 draws it."""
+    """Apply a function of nn.init to the whole tensor, with rank 0's draws."""
     full = whole_of(tensor).clone()
     with torch.no_grad():
         theirs(full, *args, **how)
@@ -206,14 +207,14 @@ def _begin(theirs: Callable[..., Any], tensor: DTensor, *args: Any, **how: Any) 
 
 
 def _in_full(value: Any) -> Any:
-    """Tensors that are cut in full, in an index too."""
+    """A value with all its DTensors gathered, inside lists and tuples too."""
     if isinstance(value, DTensor):
         return whole_of(value)
     return type(value)(map(_in_full, value)) if type(value) in (tuple, list) else value
 
 
 def _refresh(tensor: DTensor) -> None:
-    """Let a piece be what its whole holds now: that may have been written since the piece was made."""
+    """Update a piece from its base, which may have been written since the piece was made."""
     piece = _piece_of(tensor)
     if piece is not None:
         _refresh(piece.base)
@@ -223,7 +224,7 @@ def _refresh(tensor: DTensor) -> None:
 
 
 def _hand_on(tensor: DTensor) -> None:
-    """Write a piece to what it is one of."""
+    """Write a piece back into its base."""
     piece = _piece_of(tensor)
     if piece is not None:
         full = whole_of(piece.base).clone()
@@ -233,7 +234,7 @@ def _hand_on(tensor: DTensor) -> None:
 
 
 def _may_write(tensor: DTensor) -> bool:
-    """Is it written as eager would? An error where that is one, or gradients of the write would be lost."""
+    """Whether the tensor may be written in place; raises where eager raises too, or where gradients would be lost."""
     root = tensor
     while (piece := _piece_of(root)) is not None:
         root = piece.base
@@ -266,5 +267,5 @@ def _shares(one: DTensor, other: DTensor) -> bool:
 
 
 def _copies(index: Any) -> bool:
-    """Does an index give a copy in eager as well: by tensors, or lists of places?"""
+    """Whether an index gives a copy in eager as well: by tensors or lists."""
     return any(isinstance(i, (Tensor, list)) for i in (index if isinstance(index, tuple) else (index,)))

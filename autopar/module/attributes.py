@@ -1,11 +1,13 @@
-"""What the modules of a model say of themselves - numbers, words, flags, functions, lists and dicts of them, settings,
-hooks, which parameters are there and tied - on which what their forward computes may depend.
+"""Watch the attributes of a model's modules and settings on which its forward may depend.
 
-states       each that they have been in has a number, which is part of a situation: a change of it is looked at by
-             capturing again
-unread       what a capture did not read cannot have mattered to it, whatever it says later: a counter of steps
-settings     objects that hold nothing but what they were told: `config`, dataclasses, namespaces; watched as modules
-             are, and their reads noted, too, where their class allows that
+Watched are numbers, strings, flags, functions, lists and dicts of these, settings, hooks, and which parameters are
+there and tied.
+
+    states       every state that the modules have been in has a number, which is part of a situation: in a new state
+                 the model is captured again
+    unread       attributes that a capture did not read cannot have mattered to it, such as a counter of steps
+    settings     objects that hold only configuration: `config`, dataclasses, namespaces; they are watched like modules,
+                 and reads of them are noted, too, where their class allows it
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _LASTING = (
     torch.dtype,
     torch.device,
     enum.Enum,
-    type(None),  # which nobody changes in place
+    type(None),  # none of these is changed in place
     types.FunctionType,
     types.BuiltinFunctionType,
     types.MethodType,
@@ -57,7 +59,7 @@ _OF_MODULES = frozenset(
 
 @contextlib.contextmanager
 def reads_of(model: Any) -> Iterator[Reads]:
-    """The attributes of a model's modules and settings that are read inside."""
+    """Yield the set of attributes of a model's modules and settings that are read inside the block."""
     if not isinstance(model, nn.Module):  # a letter, soon
         yield set()
         return
@@ -66,26 +68,26 @@ def reads_of(model: Any) -> Iterator[Reads]:
 
 
 class Attributes:
-    """Those of one model's modules; of a copy of a model, `like` those of the one that it was copied from."""
+    """Watched attributes of one model's modules; a copy of a model takes those of the original as `like`."""
 
     def __init__(self, modules: Sequence[nn.Module], like: Attributes | None = None) -> None:
         self.modules = modules
         self.keys: dict[Place, list[str]] = {}  # the attributes that are watched
-        self.readers: list[tuple[dict[str, Any], Callable[[Any], tuple[Any, ...]]]] = []  # that read them, by place
-        self.settings: list[tuple[dict[str, Any], str, Any]] = []  # where settings stand, and which
-        # of the whole model the hooks that it had before it was parallel
+        self.readers: list[tuple[dict[str, Any], Callable[[Any], tuple[Any, ...]]]] = []  # getters of these, by place
+        self.settings: list[tuple[dict[str, Any], str, Any]] = []  # where settings stand, and the objects
+        # for the model itself these are the hooks that it had before it was parallel
         forward = [(i, m._forward_pre_hooks, m._forward_hooks) for i, m in enumerate(modules)]
         backward = [(i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i]
         self.hooks = [*forward, *backward]
         self.children = [tuple(m._modules.values()) for m in modules]
         self.own = [vars(m) for m in modules]
         self.counts = list(map(len, self.own))
-        self.asked: frozenset[str] = frozenset() if like is None else like.asked  # what captures read of no instance
+        self.asked: frozenset[str] = frozenset() if like is None else like.asked  # captures read these of classes
         if like is None:
             self.layout = 0  # counts how often what is watched was chosen anew
             self._watch_all()
             self.states: dict[int, State] = {0: self._now()}  # by number, of the latest
-            self.latest = self.newest = 0  # the one that they were last seen in, and the last number
+            self.latest = self.newest = 0  # number of the state last seen, and the highest number
         else:
             if len(modules) != len(like.modules):
                 raise NotServed(
@@ -100,8 +102,8 @@ class Attributes:
             self.states, self.latest, self.newest = dict(like.states), like.latest, like.newest
 
     def state(self) -> int:
-        """The number of the state they are in now; an error where a module was exchanged for another."""
-        # of other settings, what was known of those before says nothing
+        """Number of the state that the modules are in now; raises where a module was exchanged for another."""
+        # attributes of exchanged settings are chosen anew
         are_others = any(of.get(key) is not one for of, key, one in self.settings)
         if are_others or self._has_more():
             self.layout += 1
@@ -115,7 +117,7 @@ class Attributes:
         return self.latest
 
     def _has_more(self) -> bool:
-        """Has a module an attribute that it had not, which a capture read of its class, or found missing?"""
+        """Whether a module has gained an attribute that a capture has read from its class, or found missing."""
         counts = list(map(len, self.own))
         if counts == self.counts:
             return False
@@ -125,12 +127,12 @@ class Attributes:
         return any(key in asked and (i, key) not in known for i, own in enumerate(self.own) for key in own)
 
     def now(self) -> State:
-        """The state that they were last seen in."""
+        """The state that the modules were last seen in."""
         return self.states[self.latest]
 
     @contextlib.contextmanager
     def reads(self) -> Iterator[Reads]:
-        """The attributes of modules and of settings that this thread reads inside."""
+        """Yield the attributes of modules and settings that this thread reads inside the block."""
         places: dict[int, Place] = {id(m): (i, "") for i, m in enumerate(self.modules)}
         keys: dict[type, set[str]] = {nn.Module: set()}
         for place, of_one in self.keys.items():
@@ -144,7 +146,7 @@ class Attributes:
             yield found
 
     def unread(self, read: Reads) -> Unread:
-        """The places in a state of attributes that were not read."""
+        """Places in a state of the watched attributes that are not among `read`."""
         found = set()
         self.asked |= {key for i, name, key in read if not name and key not in self.own[i]}
         for h, (place, keys) in enumerate(self.keys.items()):
@@ -157,7 +159,7 @@ class Attributes:
         return _can_be_noted(vars(module)[place[1]]) if place[1] else not _reads_by_itself(module)
 
     def same_but(self, then: State, unread: Unread) -> bool:
-        """Is all as it was, but for what is not read?"""
+        """Whether the present state equals an earlier one, except for attributes that were not read."""
         now = self.now()
         if now[2:] != then[2:]:
             return False
@@ -178,7 +180,7 @@ class Attributes:
         self._watch({place: self._plain_keys(place) for place in places.values()})
 
     def _plain_keys(self, place: Place) -> list[str]:
-        """The attributes of a module or of settings that are neither torch's own nor settings."""
+        """Names of the attributes of a module, or of settings, that are neither torch's own nor settings themselves."""
         return [k for k, v in self._held(place).items() if k not in _OF_MODULES and not _are_settings(k, v)]
 
     def _watch(self, keys: Mapping[Place, list[str]]) -> None:
@@ -230,7 +232,7 @@ class Attributes:
 
 
 def _are_settings(name: str, value: Any) -> bool:
-    """A configuration, by its name or as what holds nothing but what it was told."""
+    """Whether an attribute holds settings: it is named `config`, or is a dataclass or namespace."""
     return (
         hasattr(value, "__dict__")
         and not isinstance(value, (nn.Module, Tensor, *_LASTING))
@@ -247,10 +249,10 @@ def _as_they_are(values: tuple[Any, ...]) -> list[Any]:
 
 
 def _as_it_is(value: Any) -> Any:
-    """The content of a list or dict, which may be changed in place.
+    """A value that can be compared later, even if the object is changed in place meanwhile.
 
-    Of a tensor, whose values are read in every call, its type; of another object which one it is, and the numbers and
-    words that it holds.
+    A list or dict gives its content; a tensor its type, as its values are read in every call; another object its
+    identity, and the numbers and strings that it holds.
     """
     if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
         return [*value], [_as_it_is(v) for v in value.values()]
@@ -269,12 +271,12 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _reads_by_itself(module: nn.Module) -> bool:
-    """Does its class read attributes in a way of its own, which cannot be noted?"""
+    """Whether the module's class overrides `__getattribute__`, so that reads cannot be noted."""
     return any("__getattribute__" in vars(cls) for cls in type(module).__mro__ if cls not in (nn.Module, object))
 
 
 class _Itself:
-    """Equal to itself alone, and held: the place of what is gone may be another's."""
+    """Compares by identity, and keeps its object alive so that the id is not used again."""
 
     __slots__ = ("held",)
 
@@ -289,7 +291,7 @@ class _Itself:
 
 
 def _can_be_noted(settings: Any) -> bool:
-    """May its class be told for a while to note what is read? That of a SimpleNamespace may not."""
+    """Whether the class of settings can be patched to note reads; that of a SimpleNamespace cannot."""
     cls = type(settings)
     return (
         bool(cls.__flags__ & _IS_OF_PYTHON)

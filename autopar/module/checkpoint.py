@@ -1,13 +1,13 @@
-"""Checkpoints. torch.distributed.checkpoint asks a DTensor which rectangles of the whole tensor it holds.
+"""Read and write checkpoints of parallel models, also of parameters that are cut by blocks.
 
-Of a dim that is cut by blocks (a fused QKV weight by heads) torch's own answer is one rectangle that is not there. Here
-is the right one.
+torch.distributed.checkpoint asks a DTensor which rectangles of the whole tensor it holds. Where a dim is cut by blocks
+(a fused QKV weight by heads), torch's own answer is one rectangle, which is wrong; this module gives the right ones.
 
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)          # on one mesh
     dcp.load({"model": other.state_dict()}, checkpoint_id=path)          # on another, or on one device
 
-`read` fills parameters from a directory of safetensors, a rank's part at a time; `whole_state` is the model as one
-device has it, for `save_pretrained` and the like.
+`read` fills parameters from a directory of safetensors, a rank's part at a time; `whole_state` is the state dict of one
+device, for `save_pretrained` and the like.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from autopar.runtime.patches import answer_checkpoints, logged_from
 from autopar.runtime.private import StridedShard, local_part
 from autopar.sharding.placement import part
 
-# offsets and sizes in the whole, and where it lies in the local part
+# offsets and sizes in the whole tensor, and slices of the local part
 Rectangle = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
 
 
 def is_cut_by_blocks(tensor: DTensor) -> bool:
-    """Has it a dim that is cut by blocks?
+    """Whether some dim of the tensor is cut by blocks.
 
-    torch's own strided shards stand beside another cut of the same dim.
+    torch itself uses strided shards only beside another cut of the same dim.
     """
     dims = [p.dim for p in tensor.placements if hasattr(p, "dim")]
     return any(isinstance(p, StridedShard) and dims.count(p.dim) == 1 for p in tensor.placements)
 
 
 def rectangles(tensor: DTensor) -> list[Rectangle]:
-    """The rectangles of the whole tensor that this rank holds."""
+    """The rectangles of the whole tensor that this rank holds: offsets, sizes, and slices of the local part."""
     mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    # what is held of each dim, in its order
+    # for each dim the ranges that this rank holds, in order
     runs: list[list[tuple[int, int]]] = [[(0, size)] for size in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if not hasattr(placement, "dim"):
@@ -71,12 +71,12 @@ def rectangles(tensor: DTensor) -> list[Rectangle]:
 
 
 def _starts(run: list[tuple[int, int]]) -> list[int]:
-    """The start of each piece of a run, as they lie end to end in the local part."""
+    """Start of each piece of a dim in the local part, where the pieces lie end to end."""
     return list(itertools.accumulate((size for _, size in run), initial=0))
 
 
 def teach_dtensor() -> None:
-    """Let DTensors that are cut by blocks answer with their rectangles."""
+    """Let DTensors that are cut by blocks give torch.distributed.checkpoint their rectangles."""
     answers: dict[str, Callable[..., Any]] = {
         "__create_write_items__": _write_items,
         "__create_chunk_list__": _chunk_list,
@@ -103,7 +103,7 @@ def _tensor_shard(tensor: DTensor, index: MetadataIndex) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A DTensor in full on every rank, put together from what the ranks hold."""
+    """A DTensor in full on every rank, gathered from all ranks; other tensors as they are, detached."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     if not is_cut_by_blocks(tensor):
@@ -120,10 +120,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as one device has it, on the CPU of rank 0, one tensor in full at a time.
-
-    On other ranks nothing.
-    """
+    """The state dict of one device, on the CPU of rank 0, gathered one tensor at a time; empty on other ranks."""
     first, found, known = torch.distributed.get_rank() == 0, dict[str, Tensor](), dict[int, Tensor]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in known:
@@ -135,7 +132,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Weights:
-    """A file or directory of safetensors, read part by part."""
+    """A file or directory of safetensors that is read part by part."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -176,10 +173,7 @@ class Weights:
         return self._files[path]
 
     def name_of(self, names: Iterable[str], prefix: str) -> str | None:
-        """The name under which a tensor is there, if any.
-
-        A base model's file lacks its prefix, or a head's has it.
-        """
+        """The first of `names` that the file has, with or without the base model's prefix; None where it has none."""
         for name in names:
             candidates = [name]
             if prefix:
@@ -189,7 +183,7 @@ class Weights:
         return None
 
     def part(self, name: str, shape: Sequence[int], places: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The elements at these places of each dim."""
+        """The elements of a tensor at these places of each dim."""
         held = self._file(self.at[name]).get_slice(name)
         if tuple(held.get_shape()) != tuple(shape):
             raise BadWeights(
@@ -212,10 +206,7 @@ def read(
     places_of: Callable[[str, Tensor], list[Tensor]],
     keep: Callable[[str, Tensor, Tensor], None],
 ) -> set[int]:
-    """Give `keep(name, tensor, part)` this rank's part of every parameter and saved buffer.
-
-    Returns the ids of the tensors that were given.
-    """
+    """Call `keep(name, tensor, part)` with this rank's part of every parameter and saved buffer; returns their ids."""
     weights, prefix = Weights(path), str(getattr(model, "base_model_prefix", "") or "")
     saved = set(model.state_dict(keep_vars=True))
     names: dict[int, tuple[Tensor, list[str]]] = {}

@@ -1,7 +1,4 @@
-"""A half that takes its operands from a list and empties it.
-
-Each is freed after its last use, and not when the call ends.
-"""
+"""Rewrite an emitted half to take its operands from a list and empty it, so that each is freed after its last use."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import torch.fx as fx
 
 
 def from_a_list(module: fx.GraphModule) -> fx.GraphModule:
-    """Let the caller hand over what it holds; Python would keep a call's arguments until it returns.
+    """Pop operands from one list: Python would keep a call's arguments alive until it returns.
 
     before    def forward(a, b):     c = mul(a, a);  d = mul(c, b)
     after     def forward(given):    a = given.pop(0);  b = given.pop(0);  c = mul(a, a);  d = mul(c, b)          # a

@@ -1,4 +1,4 @@
-"""`gather`: the plain model back, for inference, generation and export."""
+"""`gather`: turn a parallel model back into a plain one, for inference, generation and export."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from autopar.runtime.agreement import agree
 
 
 def gather(model: nn.Module, rank: int | None = None) -> nn.Module | None:
-    """A copy of a parallel model as it was before: of its own class, every tensor whole, in the same mode.
+    """A plain copy of a parallel model: of its original class, every tensor whole, in the same mode.
 
-    All ranks call it. Each gets the copy; or `rank` alone does, and the others None. The parallel model stays as it is,
-    and the two share nothing.
+    All ranks must call it. Each gets the copy; or only `rank` does, and the others get None. The parallel model stays
+    as it is, and shares no memory with the copy.
     """
     if not isinstance(model, ParallelModule):
         raise NotServed(
@@ -60,7 +60,7 @@ def gather(model: nn.Module, rank: int | None = None) -> nn.Module | None:
 
 
 def _held_elsewhere(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The modules and attributes that hold a parameter of before inside a list or dictionary."""
+    """Paths of modules and names of attributes that hold a parameter from before, inside a list or dict."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name.startswith("_") or not isinstance(value, (list, tuple, dict)):

@@ -1,6 +1,6 @@
-"""Values for a model that was built on meta.
+"""Initialise a model that was built on meta, by the recipes of its modules, without the whole model in memory.
 
-Every module's own recipe, children first, as its constructor would have run them; one module in full at a time.
+Recipes run children first, as constructors would have run them, one module at a time:
 
     module      `reset_parameters()` (or `_reset_parameters()`), then the nearest `_init_weights(module)` above it, as
                 Hugging Face's models have. All ranks draw the same numbers, from rank 0's generator; each keeps its
@@ -8,8 +8,8 @@ Every module's own recipe, children first, as its constructor would have run the
     counter     the same recipes, but what they draw is a function of (seed, name, position): a rank draws its own part
                 alone, and nothing is there in full
 
-Which tensors a recipe writes is found by running it on meta: a parent may write its children's. What no recipe writes
-is a letter.
+A run on meta finds which tensors a recipe writes, as a parent may write its children's. A tensor that no recipe writes
+is refused by a letter.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _UNWRITTEN = -7770777  # in whole numbers; nan in others
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a tensor: a module's dictionary, and the name in it."""
+    """Where a tensor hangs: a dict of its module, and the name in it."""
 
     held: dict[str, Any]
     key: str
 
 
 def is_on_meta(model: nn.Module, given: Collection[int] = ()) -> bool:
-    """Is anything on meta but what is given values already?"""
+    """Whether any parameter or buffer is on meta, except those that are `given` values already."""
     return any(t.is_meta and id(t) not in given for t in (*model.parameters(), *model.buffers()))
 
 
 def places_of(model: nn.Module, given: Collection[int] = ()) -> dict[int, tuple[str, Tensor, list[Place]]]:
-    """Every parameter and buffer on meta, once: its first name, itself, and all places where it hangs."""
+    """Every parameter and buffer on meta, once, by id: its first name, itself, and all places where it hangs."""
     found: dict[int, tuple[str, Tensor, list[Place]]] = {}
     for path, module in model.named_modules():
         for held in (module._parameters, module._buffers):
@@ -65,7 +65,7 @@ def places_of(model: nn.Module, given: Collection[int] = ()) -> dict[int, tuple[
 
 
 def recipes(model: nn.Module) -> Iterator[tuple[nn.Module, list[Callable[[], Any]]]]:
-    """Every module with what gives it values, children first."""
+    """Every module with the functions that initialise it, children first."""
 
     def walk(
         module: nn.Module, above: Callable[[nn.Module], Any] | None
@@ -96,10 +96,9 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 
 def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], given: Collection[int] = ()) -> None:
-    """Run the recipes, module by module.
+    """Run the recipes in full, module by module, with rank 0's random state on all ranks.
 
-    `keep(name, on_meta, whole)` gets each tensor in full when its module is done, again if a later recipe writes it
-    again.
+    `keep(name, on_meta, whole)` gets each tensor when its module is done, and again if a later recipe writes it again.
     """
     places, done, sums = places_of(model, given), set[int](), list[tuple[str, int]]()
     state = from_rank_0(torch.get_rng_state)
@@ -129,7 +128,7 @@ def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], gi
                     place.held[place.key] = places[i][1]
         for i, tensor in real.items():
             share = _share_unwritten(tensor)
-            if share == 1.0 and tensor.numel():  # the run on meta took another way
+            if share == 1.0 and tensor.numel():  # the run on meta took another branch
                 continue
             if share:
                 raise NotServed(
@@ -152,9 +151,9 @@ def initialise_by_position(
     keep: Callable[[str, Tensor, Tensor], None],
     given: Collection[int] = (),
 ) -> None:
-    """Run the recipes on meta, and what they do on this rank's part of each tensor.
+    """Run the recipes on meta, and apply their ops to this rank's part of each tensor; draws depend on positions.
 
-    `part_of(name, on_meta)` gives the places of each dim that are this rank's.
+    `part_of(name, on_meta)` gives the places of each dim that belong to this rank.
     """
     places = places_of(model, given)
     names = {i: (name, tensor) for i, (name, tensor, _) in places.items()}
@@ -185,7 +184,7 @@ def _refuse_unwritten(places: dict[int, tuple[str, Tensor, list[Place]]], done: 
 
 
 def _written(steps: list[Callable[[], Any]], places: dict[int, tuple[str, Tensor, list[Place]]]) -> list[int]:
-    """The tensors that the steps write, by a run on meta."""
+    """Ids of the tensors that the steps write, found by a run on meta."""
     watch = _Writes({tensor.untyped_storage()._cdata: i for i, (_, tensor, _) in places.items()})
     with _DRAWING, watch, torch.no_grad(), seen_on_meta(lambda tensor: [tensor.zero_()].clear()):
         for step in steps:
@@ -215,7 +214,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _unwritten(tensor: Tensor) -> Tensor:
-    """In full, with marks where nothing is written yet."""
+    """A whole tensor filled with marks that show which elements are not written yet."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
     if made.is_floating_point() or made.is_complex():
         made.fill_(float("nan"))
@@ -227,7 +226,7 @@ def _unwritten(tensor: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """A sum of the bits: equal on ranks that hold the same."""
+    """A checksum of a tensor that is equal on ranks which hold the same values."""
     return (
         int(tensor.detach().contiguous().view(torch.uint8).to(torch.int64).sum())
         if tensor.numel() and tensor.dim()
@@ -248,10 +247,7 @@ def _share_unwritten(tensor: Tensor) -> float:
 
 
 class _ByPosition(TorchDispatchMode):
-    """Does to this rank's part of a tensor what a recipe does to the whole one on meta.
-
-    What it draws comes by position.
-    """
+    """Applies each op of a recipe on meta to this rank's part of the tensor; what it draws depends on positions."""
 
     def __init__(
         self, seed: int, names: dict[int, tuple[str, Tensor]], part_of: Callable[[str, Tensor], list[Tensor]]
@@ -280,7 +276,7 @@ class _ByPosition(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _do(self, i: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do to the part what an op does to the whole tensor on meta."""
+        """Apply to the part what an op does to the whole tensor on meta."""
         (name, tensor), base = self.names[i], function.overloadpacket
         if i in self.parts and _is_one_row(tensor, args[0]) and base in _CONSTANTS:  # of a padding index
             row = args[0].storage_offset() // max(1, tensor.stride(0))
@@ -312,7 +308,7 @@ class _ByPosition(TorchDispatchMode):
             function(part, *args[1:], **kwargs)
 
     def _drawn(self, i: int, base: Any, given: dict[str, Any]) -> Tensor:
-        """This rank's part of the next draw for a tensor, by position."""
+        """This rank's part of the next draw for a tensor: a function of seed, name, number of the draw, positions."""
         name, tensor = self.names[i]
         number = self.draws[i] = self.draws.get(i, -1) + 1
         key = torch.tensor(key_of(self.seed, _number_of(name)))
@@ -336,9 +332,9 @@ def _is_one_row(tensor: Tensor, written: Tensor) -> bool:
 
 
 def _known_values(tensor: Tensor, base: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The values that are copied into a whole tensor, where every rank has computed the same.
+    """The values that a recipe copies into a whole buffer, which every rank has computed alike; None for all else.
 
-    None for a parameter: where its numbers come from cannot be seen, each rank may have drawn its own.
+    Parameters are left out, as their values may have been drawn, differently on each rank.
     """
     is_copy = base is torch.ops.aten.copy_ and isinstance(args[1], Tensor) and not args[1].is_meta
     if not is_copy or isinstance(tensor, nn.Parameter):
@@ -347,7 +343,7 @@ def _known_values(tensor: Tensor, base: Any, args: tuple[Any, ...]) -> Tensor | 
 
 
 def _is_element_by_element(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Is the whole tensor written, from numbers alone?"""
+    """Whether the op writes the whole tensor, from numbers alone."""
     given = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     return args[0].shape == tensor.shape and not any(a.dim() or a.is_meta for a in given)
 

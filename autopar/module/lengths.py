@@ -1,4 +1,4 @@
-"""Calls of a model with pad_to: their lengths are brought to the next multiple, and each new kind of call is tried."""
+"""Calls of a model with `pad_to`: pad lengths to the next multiple, and test each new kind of call once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Leaves = dict[str, Any]  # those of a call, by name
 def padded(
     state: ModelState, padding: Padding, model: nn.Module, leaves: list[Any], structure: Any
 ) -> tuple[list[Any], Bucket | None]:
-    """Bring the lengths of a call to the next multiple; None where they are there already."""
+    """The leaves of a call padded to the next multiple, with its bucket, which is None where nothing is padded."""
     caller, name = state.caller, state.original.__name__
     named = dict(zip(caller.names(structure), leaves, strict=True))
     shapes = shapes_of(named)
@@ -66,10 +66,7 @@ def padded(
 
 
 def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, bucket: Bucket) -> Kind:
-    """Run a call as it is and as it is padded, forward and backward, where dropout drops nothing.
-
-    Both must give the same.
-    """
+    """Run a call unpadded and padded, forward and backward, without dropout; raise where the results differ."""
     names, waiting = list(named), Waiting(model, state.setup.storage)
     with torch.inference_mode(False), torch.enable_grad():
         short = _trial(state, model, filled(named, bucket.here, {}), structure, waiting)
@@ -93,7 +90,7 @@ def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, b
 
 
 def _trial(state: ModelState, model: nn.Module, leaves: list[Any], structure: Any, waiting: Waiting) -> SituatedProgram:
-    """The program of a call without dropout, which is not kept."""
+    """A program for a call without dropout, which the model does not keep."""
     leaves, cut = state.of_all(leaves, structure)
     with state.as_before(model):
         graph, plan = state.replan(
@@ -108,11 +105,11 @@ def _trial(state: ModelState, model: nn.Module, leaves: list[Any], structure: An
 
 
 def _usable(leaf: Any) -> Any:
-    """A leaf that autograd may keep: tensors made under inference_mode are copied."""
+    """The leaf, or a copy that autograd can save where it was made under inference_mode."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
 
 def _results(model: nn.Module, differentiable: tuple[int, ...], outputs: list[Any]) -> Results:
-    """Outputs, and the gradients of what trains."""
+    """Outputs, and gradients of the parameters that train."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     return outputs, gradients_of([outputs[i] for i in differentiable], trained)

@@ -1,7 +1,7 @@
-"""What is looked at before an optimizer steps parameters of a parallel model: its states, and whether it can.
+"""Check an optimizer before it steps parameters of a parallel model: its states, and whether it can step them at all.
 
-Every class and form of torch's was tried (tests/runtime/test_optimizers.py): those that are not here make the step of
-one device. Of others' those are here that were seen to end in the middle of a step.
+Every class and form in torch was tried (tests/runtime/test_optimizers.py): those that are not listed here make the step
+of one device. Optimizers of other projects are listed where they were seen to fail in the middle of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OTHERS = (
 
 
 def refuse_steps_on(parameters: Iterable[nn.Parameter]) -> None:
-    """Let a step on these parameters, which `autoparallelize` has replaced, be an error."""
+    """Let a step on these parameters, which `autoparallelize` has replaced, raise an error."""
     for parameter in parameters:
         parameter._autopar_consumed = True
     _look_before_steps()
@@ -40,12 +40,12 @@ def refuse_steps_on(parameters: Iterable[nn.Parameter]) -> None:
 
 @functools.cache
 def _look_before_steps() -> None:
-    """Let every optimizer look at its parameters before a step; once in a process."""
+    """Check every optimizer before each step; registered once in a process."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check_step(optimizer))
 
 
 def take_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Put parts in the place of states that are whole where a parameter is cut: those of a checkpoint of one device."""
+    """Cut states that are whole where their parameter is cut, as those from a checkpoint of one device are."""
     if getattr(optimizer, "_autopar_seen", None) is optimizer.state:  # states are loaded as a new dictionary
         return
     for parameter, states in optimizer.state.items():
@@ -57,7 +57,7 @@ def take_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error where a step would end in the middle, before it changes anything."""
+    """Raise before a step that would fail halfway, so that nothing has been changed."""
     name = type(optimizer).__name__
     if any(getattr(p, "_autopar_consumed", False) for group in optimizer.param_groups for p in group["params"]):
         raise Consumed(
@@ -96,7 +96,7 @@ def _is_cut(parameter: DTensor) -> bool:
 
 
 def _can_be_flattened(parameter: DTensor) -> bool:
-    """Is it one run of elements after another on every rank?"""
+    """Whether every rank's part is one run of elements in the flattened parameter: no strided or uneven shard."""
     sizes = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, StridedShard):

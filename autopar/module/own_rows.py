@@ -1,12 +1,11 @@
-"""outputs="local": each rank gets its own rows of what leaves the model, and gives their gradient.
+"""outputs="local": each rank gets its own rows of the outputs, and passes back their gradient.
 
     loss = criterion(model(x_local), y_local)        # a mean over this rank's rows, as in a loop for DDP
     loss.backward()
 
-The mean of all rows is that of the ranks' means, each weighed by its rows; so the gradient that a rank gives counts by
-its share of the rows, and what the program gets is the gradient of the single-device loss. A mean over something
-else, such as targets that are not ignored, or classes with weights, is not that of the whole batch: no share of rows
-makes it.
+The mean over all rows is the mean of the ranks' means, weighted by their rows. So the gradient that a rank passes is
+scaled by its share of the rows, and the program gets the gradient of the single-device loss. This is not so for a mean
+over something else, such as targets that are not ignored, or weighted classes.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ from autopar.sharding.placement import part
 def outputs_of_rows(
     trace: Callable[[Any], Graph], graph: Graph, meta_inputs: Any, cut: Collection[str]
 ) -> Mapping[str, bool]:
-    """The outputs by name, and whether the first dim of each is the rows of the batch.
+    """For each output by name, whether its first dim is the rows of the batch, so that it grows with the batch.
 
-    It grows when the batch does.
-
-    Sizes alone do not tell: a weight or a mean over rows may be as long as a batch is.
+    The model is traced on one row more, as sizes alone do not tell: a weight or a mean over rows may be as long as a
+    batch.
     """
     rows = next((type_of(node).shape[0] for name, node in graph.inputs.items() if name in cut), 0)
     if not rows:
@@ -63,16 +61,16 @@ def outputs_of_rows(
 
 
 def rows_of_call(graph: Graph, cut: Collection[str]) -> int:
-    """The rows of the batch of all ranks, by the inputs that have them; 0 where none has."""
+    """Number of rows in the batch of all ranks, by the inputs that have rows; 0 where none has."""
     return next((type_of(node).shape[0] * graph.turns for name, node in graph.inputs.items() if name in cut), 0)
 
 
 def own_rows(
     named: Mapping[str, Any], gives: Mapping[str, bool], parts: Parts, mesh: Any, rows: int, rank: int
 ) -> list[Any]:
-    """The outputs, with this rank's rows in the place of those that have the rows of the batch.
+    """The outputs, with only this rank's rows of those that have the rows of the batch.
 
-    `gives` are those of the first call; a letter where another has outputs that it had not.
+    `gives` says for each output of the first call whether it has rows; other outputs raise a letter.
     """
     outputs = list(named.values())
     start, length = 0, rows
@@ -92,7 +90,7 @@ def own_rows(
 
 
 class _OwnRows(torch.autograd.Function):
-    """Some rows of a tensor that every rank has; back, the rows of all ranks, each by its share of them."""
+    """Takes some rows of a tensor that every rank has; backward sums the ranks' gradients, by their share of rows."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, start: int, length: int, groups: Any) -> Tensor:

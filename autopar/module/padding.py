@@ -1,14 +1,15 @@
-"""pad_to: a call whose sequences are of another length runs as one of the next multiple, and what comes out is cut
-back. A few programs serve all lengths.
+"""`pad_to`: pad sequences to the next multiple and cut outputs back, so that a few programs serve all lengths.
 
-lengths     every dim but the first that is of another size than in meta_inputs; where ranks pass their own rows, the
-            longest of all ranks
-filled      with 0: ids, masks, numbers; targets of a cross entropy with the index that it ignores
-cut         outputs, where they follow a length
-reached     what an output could see of the padding, op by op, whatever is in a batch (`reach.py`): the first op that
-            mixes padding with the rest is a letter
-tried       the first call of a kind also runs as it is, and with more padding than any will have, and must give the
-            same outputs and gradients: infinities in backward, and what the analysis takes as it is in practice
+A call goes through these stages:
+
+    lengths     every dim but the first whose size differs from that in meta_inputs; where ranks pass their own rows,
+                the longest of all ranks
+    filled      with 0: ids, masks, numbers; targets of a cross entropy with the index that it ignores
+    cut         outputs, where they follow a length
+    reached     what an output could see of the padding, op by op, whatever is in a batch (`reach.py`): the first op
+                that mixes padding with the rest is refused by a letter
+    tried       the first call of a kind also runs unpadded, and with more padding than any later call, and must give
+                the same outputs and gradients: this finds infinities in backward, and what the analysis assumed
 """
 
 from __future__ import annotations
@@ -30,43 +31,43 @@ from autopar.letters import NotServed
 from autopar.ops.entry import facts_of
 
 Shapes = Mapping[str, tuple[int, ...]]
-# by the bytes of the coarsest dtype that is computed in: sums over another length are added in another order
+# relative tolerance by bytes of the coarsest dtype: sums over other lengths are added in another order
 ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05, 1: 0.3}
 _NOISE = 1e-2  # a gradient less than this share of all is rounding, a key's bias say
 
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """A dim of an output that has the size of a dim of an input, and so many more."""
+    """A dim of an output whose size is that of an input's dim, plus a constant."""
 
     output: str
     dim: int
-    lengths: frozenset[tuple[str, int, int]]  # all that it may follow: the input, its dim, how many more
+    lengths: frozenset[tuple[str, int, int]]  # candidates: the input, its dim, and the constant
 
     def size(self, shapes: Shapes) -> int | None:
-        """Its size in a call; None where what it may follow differs."""
+        """Size of the dim in a call; None where its candidates disagree."""
         sizes = {shapes[name][dim] + more for name, dim, more in self.lengths}
         return sizes.pop() if len(sizes) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of calls: the numbers put into the padding of each input, and the dims of outputs to cut."""
+    """A kind of calls: the number that pads each input, and the dims of outputs to cut."""
 
     fills: Mapping[str, float]
     cuts: tuple[Follows, ...]
-    seen: Any = None  # what the modules said of themselves,
-    unread: frozenset[tuple[int, int]] = frozenset()  # and what of that was not read
+    seen: Any = None  # state of the modules when it was tried,
+    unread: frozenset[tuple[int, int]] = frozenset()  # and the attributes in it that were not read
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """A call, and the lengths to which it is brought."""
+    """A call, and the lengths to which it is padded."""
 
-    here: Shapes  # as it is, or as the longest of all ranks is
-    shapes: Shapes  # as it runs
-    longer: Shapes  # longer still wherever anybody's is padded
-    moved: frozenset[tuple[str, int]]  # the inputs and dims of which that is so
+    here: Shapes  # unpadded, the longest of all ranks
+    shapes: Shapes  # padded, as it runs
+    longer: Shapes  # padded further, for a trial, wherever any rank pads
+    moved: frozenset[tuple[str, int]]  # inputs and dims that some rank pads
     key: Any
     kind: Kind
 
@@ -87,7 +88,7 @@ class Padding:
         self.known: dict[Any, Kind] = {}  # by how the model is called
 
     def bucket(self, least: Shapes, here: Shapes, how: Any) -> Bucket:
-        """The bucket of a call whose lengths are these; `least` are the shortest of all ranks."""
+        """The bucket of a call of these shapes; `least` are the shortest of all ranks."""
         lengths: set[int] = set()  # those that differ from the ones of meta_inputs
         for name, shape in here.items():
             if name in self.given:
@@ -109,7 +110,7 @@ class Padding:
         return Bucket(here, shapes, longer, frozenset(moved), key, self.known.get(key, Kind({}, ())))
 
     def _beside_given(self, name: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Each size of an input beside that of meta_inputs, or beside -1 where it has another rank there."""
+        """Pairs of each size of an input with its size in meta_inputs, or with -1 where the number of dims differs."""
         given = self.given.get(name, ())
         return list(zip(shape, given if len(given) == len(shape) else (-1,) * len(shape), strict=True))
 
@@ -119,7 +120,7 @@ def shapes_of(named: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def filled(named: Mapping[str, Any], shapes: Shapes, fills: Mapping[str, float]) -> list[Any]:
-    """The leaves of a call, brought to shapes."""
+    """The leaves of a call, padded to `shapes`."""
 
     def put(name: str, leaf: Any) -> Any:
         if name not in shapes or all(a >= b for a, b in zip(leaf.shape[1:], shapes[name][1:], strict=True)):
@@ -131,7 +132,7 @@ def filled(named: Mapping[str, Any], shapes: Shapes, fills: Mapping[str, float])
 
 
 def cut_back(graph: Graph, outputs: Sequence[Any], cuts: Sequence[Follows], shapes: Shapes) -> list[Any]:
-    """The outputs of a graph without what stands for padding; it may keep fewer than the call has."""
+    """The outputs of a graph with padding cut off; `cuts` of outputs that the graph does not keep are skipped."""
     found = dict(zip(graph.output_names, outputs, strict=True))
     for cut in cuts:
         if cut.output in found:
@@ -140,9 +141,9 @@ def cut_back(graph: Graph, outputs: Sequence[Any], cuts: Sequence[Follows], shap
 
 
 def fills_of(graph: Graph, names: Mapping[str, str]) -> dict[str, float]:
-    """The number put into the padding of inputs that are targets of a cross entropy and no table reads.
+    """The ignored index for each input that is a target of a cross entropy and no embedding reads; 0 pads all others.
 
-    0 goes into others. `names` are those of the call, by those of the graph.
+    `names` maps the graph's names of inputs to those of the call.
     """
     found = {}
     ops = [n for n in graph.nodes if n.op == "call_function"]
@@ -158,14 +159,14 @@ def fills_of(graph: Graph, names: Mapping[str, str]) -> dict[str, float]:
 
 
 def _is_moved(value: fx.Node) -> bool:
-    """Is it its operand, in other places?"""
+    """Whether the op only rearranges its operand."""
     return value.op == "call_function" and facts_of(op_name(value)).moved
 
 
 def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
-    """The lengths that dims of outputs may follow, from the same call as it is and as it is longer.
+    """The dims of outputs that follow lengths, found by comparing a call with the same call padded.
 
-    Lengths that were excluded before stay so.
+    Candidates that an earlier call has excluded stay excluded.
     """
     here, longer, found = bucket.here, bucket.longer, []
     known = {(f.output, f.dim): f.lengths for f in bucket.cuts}
@@ -189,7 +190,7 @@ def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
 
 
 def gradients_of(outputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of a sum of outputs in which each number has a weight of its own."""
+    """Gradients of a sum of outputs in which each element has a different weight."""
     sums = []
     for output in outputs:
         weights = torch.cos(torch.arange(output.numel(), device=output.device, dtype=torch.float64))
@@ -204,7 +205,7 @@ Results = tuple[Sequence[Any], Mapping[str, Tensor]]  # outputs, and gradients o
 
 
 def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -> None:
-    """Raise an error, the same on all ranks, where the model computes something else of padded sequences."""
+    """Raise, on all ranks alike, where the model gives other results for padded sequences."""
     # outputs in full: two plans may lay one out in two ways
     pairs = {
         f"output {name!r}": (_in_full(one), _in_full(other))
@@ -233,7 +234,7 @@ def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -
 
 
 def coarsest(graph: Graph) -> int:
-    """The bytes of the coarsest dtype that is computed in."""
+    """Bytes of the coarsest floating-point dtype in the graph; 8 where there is none."""
     outputs = [t for n in graph.nodes for t in info(n).outputs]
     return min((t.itemsize for t in outputs if t.torch_dtype.is_floating_point), default=8)
 
@@ -247,7 +248,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Squares: how far apart they are, how large those numbers are that differ, and how large all are."""
+    """Sums of squares: of the differences, of the elements that differ, and of all finite elements."""
     a, b = one.double(), other.double()
     differ = (a != b) & ~(a.isnan() & b.isnan())
     return torch.stack(

@@ -28,7 +28,7 @@ from autopar.solver.plan import Plan
 
 
 class ParallelModule(nn.Module):
-    """Mixed into the model's own class by `parallelise`. Parameters are DTensors under their own names."""
+    """Mixin for the model's own class, added by `parallelise`; parameters are DTensors under their own names."""
 
     _autopar: ModelState
 
@@ -41,7 +41,7 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the call that it was made for."""
+        """The plan of the first call, for which the model was made."""
         return self._autopar.first.plan
 
     @property
@@ -50,25 +50,22 @@ class ParallelModule(nn.Module):
 
     @property
     def code(self) -> str:
-        """The forward of this rank, as Python."""
+        """The forward of this rank as Python."""
         return self._autopar.first.code
 
     @property
     def joint(self) -> Joint:
-        """Forward and backward as emitted."""
+        """Forward and backward graphs as emitted."""
         return self._autopar.first.joint
 
     @property
     def random_state(self) -> RandomState:
-        """Seed and step of its random numbers: keep them in a checkpoint, set them to repeat a run."""
+        """Seed and step of the model's random numbers: save them in a checkpoint, set them to repeat a run."""
         return self._own.random
 
     @property
     def input_specs(self) -> dict[str, str]:
-        """The part of each input that every rank passes.
-
-        "global", the batch of all, or with inputs="local" its own rows of it, "S(0)@dp".
-        """
+        """For each input "global", or with inputs="local" the sharding in which ranks pass it, such as "S(0)@dp"."""
         parts, (_, with_rows) = self._autopar.parts, self._autopar.first.rows
         found = {}
         for name in self.graph.passed:
@@ -77,9 +74,9 @@ class ParallelModule(nn.Module):
         return found
 
     def sampler(self, dataset: Any, shuffle: bool = True, seed: int = 0, drop_last: bool = False) -> DistributedSampler:
-        """A sampler for this rank's data loader: with inputs="local" of the rows that it passes, else of all.
+        """A sampler for this rank's data loader: of its own rows with inputs="local", else of all.
 
-        Call its `set_epoch`, as ever.
+        Call its `set_epoch`, as usual.
         """
         parts = self._autopar.parts
         count, index = (1, 0) if parts is None else (parts.count, parts.index(dist.get_rank()))
@@ -87,10 +84,10 @@ class ParallelModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients of parameters unreduced inside.
+        """Leave gradients of parameters unreduced inside the block.
 
-        They wait, `.grad` stays as it is, and the next backward of a forward outside adds them and reduces.
-        `zero_grad()` of the model or of an optimizer forgets them.
+        They are kept apart and `.grad` stays as it is; the next backward of a forward outside adds and reduces them.
+        `zero_grad()` of the model or of an optimizer drops them.
         """
         waiting = self._own.waiting
         before, waiting.on = waiting.on, True
@@ -104,7 +101,7 @@ class ParallelModule(nn.Module):
         self._own.waiting.forget(self.parameters())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As any module's; a whole tensor is as good as a DTensor: this rank takes its part."""
+        """As `nn.Module.load_state_dict`; also takes whole tensors, of which this rank keeps its part."""
         setup = self._own.setup
         parts = {id(p): setup.storage[n] for n, p in self.named_parameters()}
         held = self.state_dict(keep_vars=True)
@@ -131,7 +128,7 @@ class ParallelModule(nn.Module):
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As any module's, whose copy has no gradients: torch would copy those of DTensors."""
+        """Copy the model without gradients, which torch would copy as it copies those of DTensors."""
         memo.update({id(p.grad): None for p in self.parameters() if p.grad is not None})
         if (own := getattr(super(), "__deepcopy__", None)) is not None:
             return own(memo)
@@ -171,7 +168,7 @@ class ParallelModule(nn.Module):
 def called(
     model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[SituatedProgram, list[Any], Bucket | None]:
-    """The program of a call, what it takes, and the lengths to which the call was brought, if it was."""
+    """The program of a call, its inputs, and the bucket to which the call was padded, or None."""
     state = model._own
     leaves, structure = state.caller.arguments(args, kwargs)
     for i, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""A model in the user's hands, made parallel in place."""
+"""Make a model parallel in place."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ def parallelise(
     how: How,
     read: Reads | None,
 ) -> nn.Module:
-    """Turn `model` into the parallel one, in place.
-
-    Its class gains `ParallelModule`, its parameters become local shards.
-    """
+    """Make `model` parallel in place: its class gains `ParallelModule`, its parameters become local shards."""
     _check_names(model)
     is_cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
@@ -77,7 +74,7 @@ def parallelise(
 
 
 def _check_names(model: nn.Module) -> None:
-    """Raise an error where the model has names of its own that the parallel one needs."""
+    """Raise where the model has attributes whose names the parallel model needs."""
     name = type(model).__name__
     if "forward" in vars(model):
         raise NotServed(
@@ -91,7 +88,7 @@ def _check_names(model: nn.Module) -> None:
 
 
 def _patch() -> None:
-    """Put the standing patches, once (`runtime/patches.py`)."""
+    """Apply the standing patches of torch, once (`runtime/patches.py`)."""
     teach_dtensor()
     skip_together()
     let_anomalies_be_looked_for()
@@ -101,7 +98,7 @@ def _patch() -> None:
 
 
 def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of the parallel model: the model's own, with `ParallelModule` before it."""
+    """Class of the parallel model: `ParallelModule` and the model's own class."""
     own: dict[str, Any] = {
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
@@ -114,9 +111,9 @@ def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
-    """The forward of the parallel model, under the signature of the model's own, which trainers read.
+    """The forward of the parallel model, with the signature of the model's own, which trainers inspect.
 
-    A torch.compile around the model runs it as it is.
+    torch.compile around the model does not trace into it.
     """
 
     @functools.wraps(cls.forward)
@@ -131,9 +128,9 @@ def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
 def _save_pretrained(
     self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **how: Any
 ) -> None:
-    """Write the whole model, as its own save_pretrained does, on rank 0.
+    """Write the whole model by its own `save_pretrained`, on rank 0.
 
-    The state dict is given, or gathered one tensor at a time by all ranks together.
+    All ranks gather the state dict together, one tensor at a time, unless it is given.
     """
     state: ModelState = self._own
     if state_dict is None:  # every rank has a part of it

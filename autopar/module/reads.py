@@ -1,4 +1,4 @@
-"""Reads of modules and settings, taken down by the thread that captures a model."""
+"""Note which attributes of modules and settings a thread reads while it captures a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Reads = set[tuple[int, str, str]]  # a place, and an attribute of what stands th
 
 @dataclass(slots=True)
 class _Reader:
-    """A thread that takes down what it reads."""
+    """One thread that notes its reads."""
 
     places: Mapping[int, Place]  # by identity of the objects that it watches
     found: Reads
@@ -24,7 +24,7 @@ class _Reader:
 
 
 class _Readers:
-    """All threads that take down what they read, and the patches by which they see it."""
+    """All threads that note their reads, and the patches of classes that let them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -33,7 +33,7 @@ class _Readers:
         self.users: dict[type, int] = {}  # threads that need those of a class
 
     def watches(self, held: Any) -> str:
-        """Whether this thread takes down reads of an object: "" if not, "module", or "settings"."""
+        """How this thread watches an object: as "module", as "settings", or "" where it does not."""
         reader = self.of_thread.get(threading.get_ident())
         place = None if reader is None else reader.places.get(id(held))
         if place is None:
@@ -41,23 +41,23 @@ class _Readers:
         return "settings" if place[1] else "module"
 
     def note(self, held: Any, key: str) -> None:
-        """Take down that an attribute is read, where this thread watches the object."""
+        """Note a read of an attribute, where this thread watches the object."""
         reader = self.of_thread.get(threading.get_ident())
         if reader is not None and (place := reader.places.get(id(held))) is not None:
             reader.found.add((*place, key))
             reader.count += bool(place[1])
 
     def note_all(self, held: Any) -> None:
-        """Take down that all attributes of an object are read."""
+        """Note a read of all attributes of an object."""
         for key in object.__getattribute__(held, "__dict__"):
             self.note(held, key)
 
     def count(self) -> int:
-        """The number of attributes of settings that this thread has read."""
+        """Number of attributes of settings that this thread has read."""
         return self.of_thread[threading.get_ident()].count
 
     def begin(self, reader: _Reader, keys: Mapping[type, set[str]]) -> None:
-        """Let this thread take down reads of these attributes of instances of these classes."""
+        """Let this thread note reads of these attributes of instances of these classes."""
         with self.lock:
             self.of_thread[threading.get_ident()] = reader
             for cls, of_one in keys.items():
@@ -69,7 +69,7 @@ class _Readers:
                 self.users[cls] = self.users.get(cls, 0) + 1
 
     def end(self, keys: Mapping[type, set[str]]) -> None:
-        """Let this thread read unseen again; a class is as it was when its last reader ends."""
+        """Stop noting reads of this thread; a class is unpatched when its last reader ends."""
         with self.lock:
             del self.of_thread[threading.get_ident()]
             for cls in keys:
@@ -86,7 +86,7 @@ _READERS = _Readers()
 
 @contextlib.contextmanager
 def taking_down(places: Mapping[int, Place], keys: Mapping[type, set[str]]) -> Iterator[Reads]:
-    """Take down what this thread reads inside, of the objects at these places."""
+    """Yield the set of attributes that this thread reads inside the block, of the objects at these places."""
     found: Reads = set()
     _READERS.begin(_Reader(places, found), keys)
     try:

@@ -1,4 +1,4 @@
-"""A program for a situation that a model has not been in: captured, planned and lowered again, or the other half."""
+"""Make a program for a new situation: capture, plan and lower again, or lower the other half of a known plan."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ log = logging.getLogger("autopar")
 def lower_again(
     state: ModelState, model: nn.Module, situation: Situation, grad: bool, call: Call, cut: Collection[str]
 ) -> SituatedProgram:
-    """Lower for a new situation, in which ranks pass rows of the inputs `cut`.
-
-    The storage of the parameters stays.
-    """
+    """A program for a new situation, in which ranks pass rows of the inputs `cut`; parameters keep their storage."""
     start, before, name = time.perf_counter(), state.programs[-1], state.original.__name__
     known = next((p for p in state.programs if state.fits(p, situation) and _serves(state, p, grad)), None)
     if known is not None:  # the same graph, the other half
@@ -62,9 +59,10 @@ def lower_again(
 
 
 def _serves(state: ModelState, program: SituatedProgram, grad: bool) -> bool:
-    """Is its plan one for calls with gradients, or without, too?
+    """Whether the plan of a program also serves calls with gradients, or without.
 
-    A plan in turns is of no call without gradients; one of such a call, which has no turns, need not fit with them.
+    A plan in turns serves no call without gradients; the plan of a call without gradients, which has no turns, may not
+    fit in memory with them.
     """
     plan = program.lowered.plan
     if program.has_gradients:
@@ -73,7 +71,7 @@ def _serves(state: ModelState, program: SituatedProgram, grad: bool) -> bool:
 
 
 def _captured(state: ModelState, model: nn.Module, call: Call, grad: bool) -> tuple[Graph, Plan, Sight]:
-    """The graph of a call, its plan, and what the capture saw of the modules."""
+    """The graph of a call, its plan, and what the capture read of the modules."""
     attributes = state.caller.attributes
     with attributes.reads() as read, state.as_before(model), torch.inference_mode(False), torch.enable_grad():
         # the graph is also that of a later call with gradients

@@ -1,4 +1,4 @@
-"""One lowered program on this rank: its halves bound to process groups, and the tensors it takes."""
+"""Run one lowered program on this rank: its halves bound to process groups, and the tensors that it takes."""
 
 from __future__ import annotations
 
@@ -38,23 +38,22 @@ CHECKED_CALLS = 2  # of a program, in which ranks compare what they pass
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The caller's wishes of how programs are run, beside what is planned."""
+    """Options for running programs, beside the plan."""
 
     backend: str | None = None  # of torch.compile
-    # how outputs leave that no loss is made of: as DTensors where they are cut, all whole ("full"), all as DTensors
-    # ("sharded")
+    # how outputs leave the model: DTensors where they are cut ("auto"), all whole ("full"), all DTensors ("sharded")
     outputs: str = "auto"
-    outputs_whole: tuple[str, ...] = ()  # and these whole
+    outputs_whole: tuple[str, ...] = ()  # these leave whole in any case
     passes_rows: bool = False  # inputs="local"
-    # outputs="local": whole inside, and outside a rank's own rows of those outputs that have them
+    # outputs="local": for each output by name, whether a rank gets its own rows of it
     gives_rows: Mapping[str, bool] | None = None
     pad_to: int | None = None  # lengths are brought to multiples of it
-    loss: Callable[..., Any] | None = None  # of the outputs and the inputs, which the programs hold
+    loss: Callable[..., Any] | None = None  # loss= of the outputs and the inputs; the programs contain it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setup:
-    """The ground that all programs of a model share: where they run, and how its parameters are stored."""
+    """Everything that the programs of a model share: mesh, device, storage of parameters, options."""
 
     mesh: Any
     device: torch.device
@@ -63,17 +62,14 @@ class Setup:
 
 
 class Halves:
-    """The graphs of a program as modules of this rank.
-
-    While torch.profiler runs, ops have their names in the plan.
-    """
+    """The graphs of a program as modules of this rank; while torch.profiler runs, ops carry their names in the plan."""
 
     def __init__(self, joint: Joint, program: LocalProgram, axes: Mapping[str, Any], backend: str | None) -> None:
         self.joint = joint
         self.places = {node.name: info(node).key for node in program.fx.nodes if "info" in node.meta}
         self.axes = dict(axes)
         self.backend = backend
-        # by name, by which outputs gradients arrive at (all: none named), and whether ops are ranges of a profiler
+        # by name, by the outputs at which gradients arrive (empty for all), and by whether ops are profiler ranges
         self.modules: dict[tuple[str, tuple[bool, ...], bool], fx.GraphModule] = {}
         for name in ("forward", "backward", "hold", "settle"):
             self._module(name, (), False)
@@ -89,7 +85,7 @@ class Halves:
         return self.modules[key]
 
     def _bound(self, name: str, graph: fx.Graph) -> fx.GraphModule:
-        """A half as a module, which takes a list and empties it; forward takes its primals."""
+        """A half as a module that empties a list of operands; forward takes its primals as arguments."""
         module = bind(graph, self.axes)
         keep_for_backward(module.graph)
         if self.backend is not None:
@@ -100,24 +96,24 @@ class Halves:
         return module if name == "forward" else from_a_list(module)
 
     def half(self, name: str, arrived: tuple[bool, ...]) -> Callable[[list[Any]], Sequence[Tensor | None]]:
-        """The backward, or a part of it, for the gradients that have arrived.
+        """Backward, or a part of it, for the output gradients that have arrived.
 
-        None comes out that depends on none of them.
+        Results that depend on none of these are None.
         """
         return self._module(name, () if all(arrived) else arrived, self._is_watched).forward
 
     def forward(self, *primals: Any) -> Sequence[Tensor]:
-        """The outputs, then what is saved for backward."""
+        """Outputs, then the values saved for backward."""
         return self._module("forward", (), self._is_watched).forward(*primals)
 
     @property
     def _is_watched(self) -> bool:
-        """Does a profiler run? What a compiler makes of a half has names of its own."""
+        """Whether a profiler runs and the halves are not compiled; compiled code has names of its own."""
         return self.backend is None and profiler_runs()
 
 
 class Primals:
-    """The tensors that a program takes: inputs, then parameters, then buffers, then the random key."""
+    """The inputs of a program: the call's inputs, then parameters, then buffers, then the random key."""
 
     def __init__(self, program: LocalProgram, joint: Joint, storage: dict[str, Storage]) -> None:
         first = len(program.inputs)
@@ -126,10 +122,10 @@ class Primals:
         self.storages = {i: storage[name] for i, name in self.names.items()}
         self.placements = [of_one.placements for of_one in self.storages.values()]
         self.kept = sorted(i for i in _kept_by(joint) if i in self.names)  # parameters that backward needs as they are
-        self.gradients: dict[int, DTensor] = {}  # one of each parameter, of no memory: how its gradients lie
+        self.gradients: dict[int, DTensor] = {}  # for each parameter a DTensor without memory, to lay out gradients by
 
     def as_gradient(self, primal: int, gradient: Tensor) -> Tensor:
-        """A parameter's gradient lies as the parameter does; an input's is plain."""
+        """A parameter's gradient as a DTensor that lies like the parameter; an input's as it is."""
         if primal not in self.storages:
             return gradient
         known = self.gradients.get(primal)
@@ -139,7 +135,7 @@ class Primals:
         return like_part(gradient, known)
 
     def check(self, parameters: Sequence[Tensor], mesh: Any) -> None:
-        """Raise an error where a parameter does not lie as the program reads it."""
+        """Raise where a parameter does not lie as the program reads it."""
         whole = (Replicate(),) * mesh.ndim
         for name, parameter, lies in zip(self.names.values(), parameters, self.placements, strict=True):
             there = parameter.placements if isinstance(parameter, DTensor) else whole
@@ -151,7 +147,7 @@ class Primals:
 
 
 def _kept_by(joint: Joint) -> set[int]:
-    """The primals whose memory forward keeps for backward."""
+    """Indices of the primals whose memory forward keeps for backward."""
     places = {node: i for i, node in enumerate(joint.forward.find_nodes(op="placeholder"))}
     found = set[int]()
     for kept in list(joint.forward.output_node().args[0])[joint.outputs :]:
@@ -162,13 +158,13 @@ def _kept_by(joint: Joint) -> set[int]:
 
 
 def tangents_of(joint: Joint) -> list[TensorForm]:
-    """The layouts of the gradients that arrive at the outputs of a program."""
+    """Layouts of the gradients that arrive at the outputs of a program."""
     results = list(joint.forward.output_node().args[0])
     return [TensorForm.of(results[i].meta["val"]).of_gradient for i in joint.differentiable]
 
 
 class Settlement:
-    """The gradients of a program that wait while micro-batches accumulate, and their reduction at the end."""
+    """The gradients of a program that accumulate unreduced over micro-batches, and their reduction at the end."""
 
     def __init__(self, halves: Halves, names: dict[int, str]) -> None:
         self.halves = halves
@@ -184,7 +180,7 @@ class Settlement:
         ]
 
     def settle(self, totals: list[Tensor | None]) -> list[Tensor | None]:
-        """Reduce the gradients that wait, from a list that is emptied; None where none has waited."""
+        """Reduce the accumulated gradients, from a list that is emptied; None where none has accumulated."""
         places = self.halves.joint.settled_from
         waited = {place: total for place, total in zip(places, totals, strict=True) if total is not None}
         given = [waited[k].to(dtype) if k in waited else None for k, dtype in enumerate(self.given_dtypes)]
@@ -211,24 +207,24 @@ class Runner:
         self.outputs, self.differentiable = lowered.joint.outputs, lowered.joint.differentiable
         self.shardings = lowered.program.outputs
         self.tangents = tangents_of(lowered.joint)
-        self.backwards = 0  # that were looked at
+        self.backwards = 0  # number of backwards checked
 
     def _axes(self) -> dict[str, Any]:
-        """The axes that collectives and parts are of, by name."""
+        """The axes of collectives and parts, by name."""
         return dict(bind_axes(self.setup.mesh))
 
     def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
-        """Run forward on these primals: the outputs, then what is saved for backward."""
+        """Run forward on these primals; returns outputs, then the values saved for backward."""
         return self.halves.forward(*given)
 
     def check_arrived(self, arrived: tuple[bool, ...]) -> None:
-        """While it is new: do gradients arrive at the same outputs on all ranks?"""
+        """Check on the first backwards that gradients arrive at the same outputs on all ranks."""
         if len(arrived) > 1 and self.backwards < CHECKED_CALLS:
             self.backwards += 1
             all_ranks_hold("outputs that gradients arrive at", arrived)
 
     def refuse_nan(self, found: Sequence[Tensor | None]) -> None:
-        """Raise torch's error of detect_anomaly in words that name parameters; other ranks are told."""
+        """Raise detect_anomaly's error with the names of parameters whose gradients are NaN; other ranks are told."""
         bad = []
         for i, gradient in zip(self.joint.gradients, found, strict=True):
             if gradient is not None and gradient.is_floating_point() and gradient.isnan().any():
@@ -240,9 +236,10 @@ class Runner:
             )
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
-        """A gradient for each of `joint.gradients`, from a list that is emptied.
+        """A gradient for each of `joint.gradients`, from a list of operands that is emptied.
 
-        What `waits` gives none, and what has waited is in the next.
+        Where it `waits`, gradients of parameters are kept unreduced and are None here; else they include all that has
+        waited.
         """
         if not waits and self not in self.waiting.of:
             found: list[Tensor | None] = list(self.halves.half("backward", arrived)(given))
@@ -251,14 +248,11 @@ class Runner:
         return found if waits else self._with_others(found)
 
     def _held(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
-        """The gradients, with those of parameters added to what waits.
-
-        They come out, reduced with all that has waited, unless it `waits` on.
-        """
+        """Gradients where those of parameters are added to what waits, and come out reduced unless it `waits` on."""
         return self._waited(list(self.halves.half("hold", arrived)(given)), waits)
 
     def _waited(self, found: list[Tensor | None], waits: bool) -> list[Tensor | None]:
-        """Add gradients before their reduction to what waits; they come out reduced, unless they wait on."""
+        """Add unreduced gradients to what waits; unless it `waits` on, the sums come out reduced."""
         places = self.joint.waits
         fresh = [found[i] for i in places]
         for i in places:
@@ -271,15 +265,15 @@ class Runner:
         return found
 
     def _with_others(self, found: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients with what has waited of other programs, for micro-batches of other shapes."""
+        """Gradients with those added that wait in other programs, from micro-batches of other shapes."""
         for other in list(self.waiting.of):
             self._add_those_of(other, found)
         return found
 
     def _add_those_of(self, other: Runner, found: list[Tensor | None]) -> None:
-        """Add what has waited of another program.
+        """Add the gradients that wait in another program.
 
-        Gradients of parameters that this one does not reach are added to their `.grad`.
+        Gradients of parameters that this program does not reach are added to `.grad` directly.
         """
         settled = zip(other.settlement.names, self.waiting.settled(other), strict=True)
         theirs = {name: gradient for name, gradient in settled if gradient is not None}
@@ -295,7 +289,7 @@ class Runner:
     def __call__(
         self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor], random: RandomState
     ) -> tuple[list[Any], tuple[Tensor, ...]]:
-        """The outputs, and the new values of the buffers that change."""
+        """Outputs, and new values of the buffers that change."""
         self.primals.check(parameters, self.setup.mesh)
         if self.program.is_random and inside_backward():
             raise NotServed(

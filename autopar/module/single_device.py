@@ -1,16 +1,16 @@
-"""The gradient of one parameter beside that of a single device, on a few rows of a batch.
+"""Compare the gradient of one parameter with that of a single device, on a few rows of a batch.
 
     rows        the first that rank 0 passes, at most so many, which divide the rows of every rank
-    parallel    the program of the call, on a batch of these rows again and again: no other program is made
+    parallel    the program of the call, on a batch of these rows repeated: no other program is made
     alone       the plain model, gathered on rank 0, on these rows
 
-A program takes a whole batch. These rows again and again have the mean loss of the few, and a sum that is a multiple of
-theirs: the plain model on the rows twice says which of them. Where it is neither, because rows count by their places,
-nothing can be compared, and where the model draws random numbers neither. How far rounding moves the gradient the plain
-model says too, in a wider dtype: what rounding alone can do is no error.
+A program takes a whole batch. Repeated rows have the mean loss of the few, or a multiple of their sum: the plain model
+on the rows twice tells which. Where it is neither, because rows count by their places, nothing can be compared, nor
+where the model draws random numbers. The plain model in a wider dtype tells how far rounding moves the gradient, so
+that rounding is not taken for an error.
 
-Twice is not all of the batch: a loss over its worst rows, or half precision that loses small gradients, shows in more
-rows only. So what differs is compared once more, with the plain model on as many rows as the program has.
+Two repeats are not a whole batch: a loss over its worst rows, or half precision that loses small gradients, shows only
+in more rows. So a difference is checked once more, with the plain model on as many rows as the program has.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from autopar.runtime.world import exchanged, from_rank_0
 from autopar.solver.figures import size
 from autopar.tracer.precision import Precision, reference
 
-_OF_ROUNDING = 8.0  # a program adds in other orders: so many times what rounding moves the plain model by
-_OF_SHARE = 4.0  # rounding may lie in one part: so many times its share of the whole is held against it
-_MOST = 0.5  # of a gradient: where it may differ by more, it is rounding itself
+_OF_ROUNDING = 8.0  # tolerance, in multiples of the plain model's rounding: a program adds in other orders
+_OF_SHARE = 4.0  # rounding may gather in one part: a part's norm counts as at least so many times its share
+_MOST = 0.5  # relative tolerance above which a gradient is mostly rounding and is not compared
 _UNIT = 10**15  # of a share, which ranks exchange as whole numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The gradient of one parameter on a few rows, or why it was not compared."""
+    """Result of comparing one parameter's gradient on a few rows, or why it was not compared."""
 
     parameter: str
     rows: int
@@ -62,13 +62,13 @@ class Compared:
 
     @property
     def wrong(self) -> list[int]:
-        """The ranks whose part of the gradient is not that of a single device."""
+        """Ranks whose part of the gradient differs from that of a single device."""
         return [rank for rank, share in enumerate(self.off) if not share <= self.allowed]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A few rows of a call, and how to put them in the place of its own."""
+    """A few rows of a call, and the call that they replace the rows of."""
 
     leaves: list[Any]
     structure: Any
@@ -79,7 +79,7 @@ class _Rows:
     given: list[Tensor]
 
     def again(self, times: int, dtype: torch.dtype | None = None) -> tuple[list[Any], Any]:
-        """The leaves of a call with these rows so many times; numbers of another dtype, where one is named."""
+        """Leaves of a call with these rows repeated, in `dtype` where one is given."""
         rows, made = iter(self.given), []
         for leaf, has in zip(self.leaves, self.has_rows, strict=True):
             if has:
@@ -93,7 +93,7 @@ class _Rows:
 
 
 def compared(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], most: int, number: int) -> Compared:
-    """Compare one gradient on at most `most` rows of a call, on all ranks; `number` says which parameter."""
+    """Compare one gradient on at most `most` rows of a call, on all ranks; `number` chooses the parameter."""
     state = model._own
     name = _sampled(model, number)
     if name is None:
@@ -132,19 +132,16 @@ def compared(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _sampled(model: nn.Module, number: int) -> str | None:
-    """A parameter that trains, another one for every number.
+    """Name of a parameter that trains, chosen by `number`; None where there is none.
 
-    A hook may change its gradient, and the plain model has none.
+    Parameters with hooks are left out: a hook may change the gradient, and the plain model has no hooks.
     """
     names = [name for name, p in model.named_parameters() if p.requires_grad and not p._backward_hooks]
     return random.Random(number).choice(names) if names else None
 
 
 def _few_rows(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> _Rows | None:
-    """The first rows of a call on rank 0, so many as divide those of every rank.
-
-    None where no input has rows.
-    """
+    """The first rows of a call on rank 0, of a number that divides those of every rank; None where there are none."""
     state = model._own
     leaves, structure = state.caller.arguments(args, kwargs)
     has_rows = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
@@ -166,13 +163,13 @@ def _few_rows(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _drawn(graph: Graph) -> str:
-    """The op that draws random numbers, in words: rows again and again would each have others."""
+    """Text about the first op that draws random numbers, which differ for repeated rows; empty where none does."""
     drawing = next((node for node in graph.nodes if info(node).random >= 0), None)
     return "" if drawing is None else f"{op_name(drawing)} draws random numbers, at {info(drawing).source}"
 
 
 def _may_index(rows: _Rows) -> str:
-    """The input that may hold places of rows: on a GPU those that are not there end the process."""
+    """Text about an input that may hold row indices, or empty: on a GPU an index out of range ends the process."""
     for leaf, has in zip(rows.leaves, rows.has_rows, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.dim() and not has and not leaf.is_floating_point():
             return f"an input of {list(leaf.shape)} whole numbers may hold places of rows"
@@ -180,7 +177,7 @@ def _may_index(rows: _Rows) -> str:
 
 
 def _lacks_memory(model: nn.Module) -> str:
-    """The reason for which this rank cannot hold the whole model, in a wider dtype too, beside its part of it."""
+    """Why this rank cannot hold the whole model, and a copy in a wider dtype, beside its part; empty where it can."""
     device = next(model.parameters()).device
     held = [t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())]
     if device.type == "cuda":
@@ -193,7 +190,7 @@ def _lacks_memory(model: nn.Module) -> str:
 
 
 def _memory_of_host() -> float:
-    """Bytes that this machine can give, where it says so."""
+    """Bytes of memory available on this machine; infinite where it does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -202,7 +199,7 @@ def _memory_of_host() -> float:
 
 
 def _gradient(outputs: Sequence[Any], few: int, parameter: Tensor) -> Tensor:
-    """The gradient of the mean over rows of a sum in which each number of a row has a weight of its own."""
+    """Gradient of the mean over rows of a sum of outputs in which each element of a row has its own weight."""
     total: Any = 0.0
     for output in outputs:
         full = output.full_tensor() if isinstance(output, DTensor) else output
@@ -229,7 +226,7 @@ class _Said:
 
 
 class _Alone:
-    """The plain model on rank 0, whose gradient all ranks get, with what is said of it."""
+    """The plain model on rank 0, whose findings all ranks get."""
 
     def __init__(
         self, model: ParallelModule, name: str, asked: Sequence[str], rows: _Rows, idle: Sequence[IdleHook]
@@ -237,9 +234,9 @@ class _Alone:
         self.model, self.name, self.asked, self.rows, self.idle = model, name, asked, rows, idle
 
     def judged(self, judge: Callable[[_Plain], tuple[Tensor, _Said]]) -> tuple[Tensor, _Said]:
-        """The gradient and findings of `judge`, on every rank.
+        """Gradient and findings of `judge`, which runs on rank 0.
 
-        The gradient is on rank 0, where nothing forbids it.
+        The findings are on every rank; the gradient is right on rank 0 only, and only where `why_not` is empty.
         """
         parameter = self.model.get_parameter(self.name)
         right = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -276,7 +273,7 @@ def _raised(error: Exception) -> str:
 
 
 class _Plain:
-    """The plain model as a user would run it on one device, under the precision and with the loss of the parallel."""
+    """The plain model as it would run on one device, in the precision and with the loss of the parallel model."""
 
     def __init__(self, model: ParallelModule, plain: nn.Module, name: str, asked: Sequence[str], rows: _Rows) -> None:
         self.plain, self.name, self.asked, self.rows = plain, name, asked, rows
@@ -285,7 +282,7 @@ class _Plain:
         self.buffers = {n: buffer.clone() for n, buffer in plain.named_buffers()}
 
     def gradient(self, times: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The gradient on the rows so many times; in another dtype, from which the model does not come back."""
+        """Gradient on the rows, repeated so many times; a `dtype` converts the model for good."""
         call = self.caller.call(*self.rows.again(times, dtype))
         if dtype is not None:
             self.plain.to(dtype)
@@ -300,7 +297,7 @@ class _Plain:
         return _gradient([outputs[n] for n in self.asked], self.rows.few, self.plain.get_parameter(self.name))
 
     def _outputs(self, call: Call, precision: Precision | None) -> dict[str, Tensor]:
-        """The outputs by their names in a graph, the loss first where there is one."""
+        """Outputs by their names in a graph, the loss first where there is one."""
         args, kwargs = call.args, call.kwargs
         run = self.plain if precision is None else reference(self.plain, precision)
         outputs, _ = without_caches(run(*args, **kwargs))
@@ -315,7 +312,7 @@ class _Plain:
 
 
 def _judged(plain: _Plain, bytes_of_dtype: int) -> tuple[Tensor, _Said]:
-    """The gradient on the rows: is it of a mean or of a sum over rows, and how much of it is rounding?"""
+    """Gradient on the rows, whether it is that of a mean or of a sum over rows, and how much of it rounding may be."""
     rows, right, factor = plain.rows, plain.gradient(1), 1.0
     twice = plain.gradient(2) if rows.of_all > rows.few else None
     other = plain.gradient(1, torch.float64 if bytes_of_dtype == 4 else torch.float32)
@@ -338,7 +335,7 @@ def _judged(plain: _Plain, bytes_of_dtype: int) -> tuple[Tensor, _Said]:
 
 
 def _on_whole_batch(plain: _Plain) -> tuple[Tensor, _Said]:
-    """The gradient on as many rows as the program has."""
+    """Gradient on as many rows as the program has."""
     return plain.gradient(plain.rows.of_all // plain.rows.few), _Said()
 
 
@@ -347,9 +344,9 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _apart_on_all(state: ModelState, name: str, mine: Tensor, right: Tensor) -> tuple[float, ...]:
-    """The share of its norm by which the part of each rank differs from that of rank 0's gradient.
+    """For each rank, the norm of its part's difference from rank 0's gradient, as a share of the part's own norm.
 
-    A part that is nearly nothing is held against its share of the whole.
+    A part that is nearly zero is compared with its share of the whole gradient's norm.
     """
     storage = state.setup.storage[name]
     part = storage.take(right, sync=True).to_local().to(torch.float64)

@@ -1,7 +1,7 @@
-"""The situation that a lowered program was made for.
+"""Everything outside a program that it depends on: a call in another situation needs another program.
 
-A call in another situation - other shapes, eval, other parameters that train, autocast - needs another program; one
-without gradients needs half of one.
+A situation changes with shapes, eval, which parameters train, or autocast. A call without gradients needs only half of
+a program.
 """
 
 from __future__ import annotations
@@ -32,22 +32,19 @@ _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.
 class Situation:
     """Everything of a call that its graph depends on."""
 
-    leaves: tuple[Any, ...]  # of each tensor shape, dtype and whether it wants a gradient; of anything else itself
+    leaves: tuple[Any, ...]  # a tensor as shape, dtype and whether it wants a gradient; any other value as itself
     structure: pytree.TreeSpec
     modes: tuple[bool, ...]  # of every module: does it train?
     trained: tuple[bool, ...]  # of every parameter
     autocast: tuple[tuple[str, torch.dtype], ...]  # of each kind of device for which it is on
-    said: int = 0  # which of the states its modules are in: what they say of themselves, and their hooks
+    said: int = 0  # number of the state of its modules: their attributes and hooks
 
     def but_for(self, said: int) -> Situation:
-        """The same with modules in another state."""
+        """This situation with the modules in another state."""
         return replace(self, said=said)
 
     def kind(self, with_rows: bool) -> tuple[Any, ...]:
-        """All of it but how long things are, and what modules say of themselves.
-
-        With how many rows there are, or without.
-        """
+        """A key of the situation without lengths and states of modules; with the number of rows where asked."""
         leaves = []
         for leaf in self.leaves:
             if isinstance(leaf[0], torch.Size):
@@ -57,13 +54,13 @@ class Situation:
         return tuple(leaves), self.structure, self.modes, self.trained, self.autocast
 
     def of_all_ranks(self) -> tuple[Any, ...]:
-        """All of it that ranks can compare: states of modules each numbers for itself."""
+        """A key that ranks can compare: without states of modules, which each rank numbers for itself."""
         # a set is pickled in an order of its own
         leaves = [(leaf[0], None) if isinstance(leaf[1], bytes) else leaf for leaf in self.leaves]
         return leaves, self.structure, self.modes, self.trained, self.autocast
 
     def differs(self, other: Situation) -> str:
-        """The difference from another one, for a person."""
+        """Text that names what differs from another situation."""
         said = []
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             said.append("arguments")
@@ -85,10 +82,10 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """The things that a capture saw of the modules, on which its graph may depend."""
+    """State of the modules that a capture saw, on which its graph may depend."""
 
-    seen: State  # what they said of themselves,
-    unread: Unread = frozenset()  # and what of that was not read
+    seen: State  # state of the modules,
+    unread: Unread = frozenset()  # and the attributes in it that were not read
     idle: tuple[IdleHook, ...] = ()  # hooks that run beside the program
 
 
@@ -101,11 +98,11 @@ def _as_text(leaf: Any) -> str:
 
 
 class Caller:
-    """Reads calls of one model: by whatever name or position an argument comes, it is the same call."""
+    """Reads the calls of one model: an argument is the same whether it comes by name or by position."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.name = model, type(model).__name__
-        self.by_position = 0  # so many arguments were given by their places: a `loss=` takes them so
+        self.by_position = 0  # number of arguments that were positional: a `loss=` takes them so
         self.modules, self.parameters = list(model.modules()), list(model.parameters())
         self.attributes = Attributes(self.modules)
         try:
@@ -114,7 +111,7 @@ class Caller:
             self.signature = None
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-        """The leaves of a call's arguments, by name and in the order of names."""
+        """Leaves of a call's arguments, in the order of their names, and their structure."""
         if self.signature is None:
             return pytree.tree_flatten((args, {k: kwargs[k] for k in sorted(kwargs)}))
         try:
@@ -134,7 +131,8 @@ class Caller:
     def call(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Call:
         """The call that has these leaves.
 
-        Arguments by name, where they have one and nothing stands after them that has none; the first `by_position` not.
+        The first `by_position` arguments are positional; others go by name, unless a later argument can only be
+        positional.
         """
         given = pytree.tree_unflatten(list(leaves), structure)
         if self.signature is None:
@@ -151,7 +149,7 @@ class Caller:
         return Call(placed, named)
 
     def situation(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Situation:
-        """The situation of a call, now."""
+        """Situation of a call as things are now."""
         grad = torch.is_grad_enabled()
         seen: list[tuple[Any, ...]] = []
         for leaf in leaves:
@@ -170,12 +168,12 @@ class Caller:
         )
 
     def names(self, structure: pytree.TreeSpec) -> list[str]:
-        """The names of the leaves of a call: the argument, and the place in it."""
+        """Names of the leaves of a call: argument, and path inside it."""
         tree = pytree.tree_unflatten([0] * structure.num_leaves, structure)
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
     def places(self, graph: Graph) -> list[int]:
-        """The place among the leaves of a call of each input of a graph, in its order."""
+        """Index among the leaves of a call for each input of a graph."""
         args, kwargs = pytree.tree_unflatten(list(range(graph.input_spec.num_leaves)), graph.input_spec)
         order = self.arguments(args, kwargs)[0]
         at = {leaf: order.index(i) for i, leaf in enumerate(graph.input_leaves) if isinstance(leaf, str)}
@@ -183,9 +181,9 @@ class Caller:
 
 
 def _said(value: Any) -> tuple[type, Any]:
-    """A constant argument as it is now.
+    """A constant argument as a type and text, as the caller may change the object later.
 
-    The caller may change it later. 1, 1.0 and True are three things, and nan is itself.
+    By this 1, 1.0 and True differ, and nan equals itself.
     """
     if isinstance(value, _SAID):
         return type(value), repr(value)

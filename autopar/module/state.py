@@ -1,4 +1,4 @@
-"""The state of a parallel model besides its parameters: its programs, and how a call finds its own."""
+"""State of a parallel model besides its parameters: its programs, and how a call finds its own."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ class Replan(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SituatedProgram:
-    """A program that runs calls in one situation, with gradients or without."""
+    """A program for calls in one situation, with gradients or without."""
 
     situation: Situation
     has_gradients: bool
     lowered: Lowered
     runner: Runner
-    places: list[int]  # of each input: which leaf of the call
+    places: list[int]  # for each input, the index of its leaf in the call
     sight: Sight
-    number: int  # in the order in which they were made, on every rank
+    number: int  # counts programs in the order in which they were made, alike on every rank
     calls: int = 0
-    # a model, and of each parameter the dict of its module that holds it, with its name there
+    # a model, and for each parameter the dict of its module that holds it, with its name there
     holders: tuple[weakref.ref[nn.Module], list[tuple[dict[str, Any], str]]] | None = None
 
     def run(self, model: nn.Module, inputs: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
-        """The outputs, and the new values of the buffers that change."""
+        """Run a call; returns outputs, and new values of the buffers that change."""
         names, changing = self.runner.program, {name for _, name in self.runner.graph.updates}
         buffers = []
         for name in names.buffers:
             buffer = tensor_of(model, name)
-            # what autograd keeps must not be what is written later
+            # a buffer that autograd saves must not be written later
             buffers.append(buffer.clone() if name in changing else buffer)
         with contextlib.ExitStack() as off:
             for kind, _ in self.situation.autocast:  # its casts are in the graph
@@ -69,7 +69,7 @@ class SituatedProgram:
             return self.runner(inputs, self._parameters_of(model), buffers, random)
 
     def _parameters_of(self, model: nn.Module) -> list[Tensor]:
-        """The parameters by their names, from the modules that hold them: which are looked for once in a model."""
+        """Parameters in the program's order; the modules that hold them are looked up once per model."""
         names = self.runner.program.parameters
         if self.holders is None or self.holders[0]() is not model:
             modules, paths = dict(model.named_modules(remove_duplicate=False)), [name.rpartition(".") for name in names]
@@ -81,7 +81,7 @@ class SituatedProgram:
 
 
 class ModelState:
-    """The things that a ParallelModule holds besides its parameters."""
+    """All that a ParallelModule holds besides its parameters."""
 
     def __init__(self, model: nn.Module, first: Lowered, setup: Setup, replan: Replan) -> None:
         self.first = first
@@ -100,7 +100,7 @@ class ModelState:
         self.padding: Padding | None = None  # of pad_to=
 
     def program(self, model: nn.Module, leaves: list[Any], structure: Any) -> SituatedProgram:
-        """The program for this call: one that is there, or a new one."""
+        """The program for this call: a known one, or a new one."""
         # what ranks pass may be rows of a batch: the situation is that of the batch
         leaves, cut = self.of_all(leaves, structure)
         situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
@@ -111,35 +111,35 @@ class ModelState:
         if found is None:
             with unwatched():
                 found = lower_again(self, model, situation, grad, self.caller.call(leaves, structure), cut)
-        found.situation = situation  # it may say else what is not read
+        found.situation = situation  # attributes that are not read may have changed
         self.programs.remove(found)
         self.programs.append(found)  # the latest stands last
         self.last = found
         return found
 
     def otherwise(self, situation: Situation, grad: bool) -> str:
-        """The difference of a call from the one before, for a person."""
+        """Text that says how a call differs from the one before."""
         if self.last is None:
             return "for the first time"
         differs = situation.differs(self.last.situation)
         return f"with other {differs} than before" if differs else f"{'with' if grad else 'without'} gradients"
 
     def fits(self, program: SituatedProgram, situation: Situation) -> bool:
-        """Was it made for this situation, or for one that differs in what is not read?"""
+        """Whether a program was made for this situation, or one that differs only in attributes that were not read."""
         return program.situation == situation or (
             program.situation.but_for(situation.said) == situation
             and self.caller.attributes.same_but(program.sight.seen, program.sight.unread)
         )
 
     def of_all(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Collection[str]]:
-        """The leaves of the call of all ranks from those of this one's, and which are rows of it."""
+        """Leaves of the call of all ranks from those of this rank, and the names of those that have rows."""
         if self.parts is None:
             return leaves, ()
         whole, cut = self.parts.whole(dict(zip(self.caller.names(structure), leaves, strict=True)), structure)
         return list(whole.values()), cut
 
     def rows(self, graph: Graph, structure: Any, cut: Collection[str]) -> OwnRows:
-        """The inputs of a graph of which ranks pass rows, and the axes that cut these."""
+        """Axes that cut the rows of inputs, and the inputs of a graph of which ranks pass rows."""
         if self.parts is None:
             return NO_ROWS
         names = self.caller.names(structure)
@@ -151,7 +151,7 @@ class ModelState:
         return lower(graph, plan, self.setup.mesh.get_coordinate(), self.setup.device.type, grad, rows)
 
     def keep(self, situation: Situation, grad: bool, lowered: Lowered, sight: Sight) -> SituatedProgram:
-        """Bind a lowered program to this rank, once all ranks have the same."""
+        """Bind a lowered program to this rank and keep it, after checking that all ranks have the same."""
         all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.collectives))
         if lowered.program.is_random and self.random.seed < 0:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
@@ -162,14 +162,14 @@ class ModelState:
         return made
 
     def passes_parts(self) -> None:
-        """From here on ranks pass their own rows, as the first program takes them."""
+        """Let ranks pass their own rows from here on, cut as the first program takes them."""
         first = self.programs[0]
         names, (axes, keys) = self.caller.names(first.situation.structure), self.first.rows
         cut = [names[place] for key, place in zip(self.first.graph.inputs, first.places, strict=True) if key in keys]
         self.parts = Parts(self.first.plan, self.setup.device, axes, names, cut)
 
     def check(self, inputs: list[Tensor], program: SituatedProgram) -> None:
-        """Do all ranks hold the same batch?"""
+        """Check that all ranks hold the same batch."""
         if self.parts is None:
             all_ranks_hold("input values", inputs)
         else:
@@ -179,7 +179,7 @@ class ModelState:
 
     @contextlib.contextmanager
     def as_before(self, model: nn.Module) -> Iterator[None]:
-        """The model as the user wrote it: its own class, and the hooks that it had."""
+        """Inside the block the model is as the user wrote it: its own class, and the hooks that it had."""
         cls, own = type(model), (model._forward_pre_hooks, model._forward_hooks)
         model.__class__, (model._forward_pre_hooks, model._forward_hooks) = self.original, self.hooks
         watch_parts(model, False)
@@ -190,10 +190,7 @@ class ModelState:
             watch_parts(model)
 
     def of_copy(self, model: nn.Module) -> ModelState:
-        """The state of a copy of the model.
-
-        It has modes, waiting gradients and random numbers of its own, and the same programs.
-        """
+        """State of a copy of the model: the same programs, but its own modes, waiting gradients and random numbers."""
         with self.as_before(model):
             made = ModelState(model, self.first, self.setup, self.replan)
             made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)

@@ -1,4 +1,4 @@
-"""The autograd node of a parallel model: one node a call, emitted forward and emitted backward."""
+"""The autograd node of a parallel model: one node per call, with emitted forward and emitted backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EmittedStep(torch.autograd.Function):
-    """The one autograd node: emitted forward, emitted backward."""
+    """The autograd node of a call: emitted forward, emitted backward."""
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, *primals: Tensor) -> tuple[Tensor, ...]:
@@ -68,7 +68,7 @@ class EmittedStep(torch.autograd.Function):
 
 
 def _check_backward(ctx: Any, tangents: Sequence[Tensor | None]) -> None:
-    """Raise an error for a backward that was not emitted, or whose parameters have changed since forward."""
+    """Raise for a backward that was not emitted, or whose parameters have changed since forward."""
     runner: Runner = ctx.runner
     if torch.is_grad_enabled():  # create_graph=True
         raise NotServed(
@@ -92,10 +92,7 @@ def _check_backward(ctx: Any, tangents: Sequence[Tensor | None]) -> None:
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """The tensor as programs are traced on it: contiguous.
-
-    A copy where it is not: a slice of a batch, a transposed tensor.
-    """
+    """The tensor, or a contiguous copy of it: programs are traced on contiguous inputs."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 

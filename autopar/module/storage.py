@@ -1,4 +1,4 @@
-"""How a parameter is stored: a DTensor on the full mesh, of which the emitted program reads the local part."""
+"""How a parameter is stored: a DTensor on the full mesh, whose local part the emitted program reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.sharding.placement import Placement, R, S, Sharding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """The places of the parts of one tensor."""
+    """Sharding of one tensor on the mesh, with its whole shape and strides."""
 
     mesh: Any
     sharding: Sharding
@@ -34,7 +34,7 @@ class Storage:
 
     @staticmethod
     def like(tensor: DTensor) -> Storage:
-        """The storage of a tensor that is stored already."""
+        """The storage of a tensor that is a DTensor already."""
         sharding = Sharding(tuple(map(_own_placement, tensor.placements)))
         return Storage(tensor.device_mesh, sharding, tuple(tensor.shape), tuple(tensor.stride()))
 
@@ -44,7 +44,7 @@ class Storage:
         return tuple(map(_torch_placement, self.sharding.placements))
 
     def take(self, whole: Tensor, sync: bool) -> DTensor:
-        """This rank's part of rank 0's tensor, as a DTensor."""
+        """This rank's part of a whole tensor as a DTensor; the values are rank 0's where `sync`."""
         whole = self.spread(whole, sync)
         axes = list(bind_axes(self.mesh).values())
         local = whole
@@ -57,7 +57,7 @@ class Storage:
         )
 
     def places(self) -> list[Tensor]:
-        """The places of each dim of the whole tensor that are this rank's."""
+        """For each dim, the indices of the whole tensor that belong to this rank."""
         axes, found = list(bind_axes(self.mesh).values()), []
         for dim, size in enumerate(self.shape):
             here = torch.arange(size)
@@ -68,21 +68,21 @@ class Storage:
         return found
 
     def spread(self, whole: Tensor, sync: bool) -> Tensor:
-        """Rank 0's tensor on every rank."""
+        """A copy of the whole tensor, broadcast from rank 0 where `sync`."""
         whole = whole.detach().clone(memory_format=torch.contiguous_format)
         if sync and self.mesh.size() > 1:
             dist.broadcast(whole, 0)
         return whole
 
     def wrap(self, local: Tensor) -> DTensor:
-        """A local part as the DTensor that it is a part of."""
+        """The DTensor that has this local part."""
         return dtensor_of(local, self.mesh, self.sharding, self.shape, self.stride)
 
 
 def dtensor_of(
     local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> DTensor:
-    """Make the DTensor of a local part; torch's placements cut one dim by several axes in mesh order only."""
+    """The DTensor that has this local part; torch's placements cut one dim by several axes in mesh order only."""
     assert sharding.order == tuple(range(len(sharding.placements))), sharding
     for axes in sharding.cuts.values():
         assert len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes), sharding
@@ -92,14 +92,14 @@ def dtensor_of(
 
 
 def _own_placement(p: Any) -> Placement:
-    """The placement that torch has this word for."""
+    """The placement for one of torch's."""
     if isinstance(p, StridedShard):
         return S(p.dim, blocks=(1,) * p.split_factor)
     return S(p.dim) if p.is_shard() else R
 
 
 def _torch_placement(p: Placement) -> Any:
-    """torch's word for a placement; equal blocks are its strided shard."""
+    """torch's placement for one of ours; equal blocks are a strided shard."""
     if p.blocks:
         assert len(set(p.blocks)) == 1, p
         return StridedShard(p.dim, split_factor=len(p.blocks))

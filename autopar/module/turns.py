@@ -1,4 +1,4 @@
-"""A program that runs in turns: the rows of a batch some at a time, forward and backward of each turn together.
+"""Run a program in turns: some rows of a batch at a time, forward and backward of each turn together.
 
     forward     every turn: the outputs of its rows, and the gradients of what it adds to the loss; these are added up.
                 Then the ending, once, on what the turns have added up.
@@ -26,12 +26,12 @@ from autopar.sharding.placement import R, Sharding
 
 
 def runner_of(lowered: Lowered, setup: Setup, waiting: Waiting) -> Runner:
-    """The runner of a program on this rank."""
+    """The runner of a program on this rank, in turns where it has an ending."""
     return Runner(lowered, setup, waiting) if lowered.ending is None else InTurns(lowered, setup, waiting)
 
 
 class InTurns(Runner):
-    """Runs one lowered program on this rank, as often as its batch has turns."""
+    """Runs one lowered program on this rank, once for each turn of its batch."""
 
     def __init__(self, lowered: Lowered, setup: Setup, waiting: Waiting) -> None:
         assert lowered.ending is not None
@@ -49,19 +49,19 @@ class InTurns(Runner):
         named = zip(self.graph.result_names, self.parts, strict=True)
         self.shardings = tuple(replicated if name in self.rows_out else lies for name, lies in named)
         self.tangents = tangents_of(ending.joint)
-        self.primals.kept = []  # forward has done with them
+        self.primals.kept = []  # backward runs inside forward, so later writes to parameters are no error
         self.in_turns = [name in lowered.graph.in_turns for name in lowered.graph.inputs]
 
     def _axes(self) -> dict[str, Any]:
         return {**super()._axes(), TIME: self.turns}
 
     def _differentiable(self) -> tuple[int, ...]:
-        """The results that gradients arrive at."""
+        """Indices of the results that gradients arrive at."""
         places = {place: i for i, (is_last, place) in enumerate(self.ending.results) if is_last}
         return tuple(places[place] for place in self.ending.joint.differentiable)
 
     def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
-        """The outputs, then what is saved of the ending, then the gradients that turns have added up."""
+        """Outputs, then what the ending saves for backward, then the gradients that turns have added up."""
         primals = list(given)
         totals: list[Tensor | None] = []
         left: list[list[Tensor]] = []
@@ -71,7 +71,7 @@ class InTurns(Runner):
             results = list(self.halves.forward(*mine))
             outputs, saved = results[: self.joint.outputs], results[self.joint.outputs :]
             del results, mine
-            for at in self.written:  # backward, which recomputes, moves statistics once more in the same memory
+            for at in self.written:  # backward may recompute, and update statistics once more in the same memory
                 outputs[at] = outputs[at].clone()
             left.append(outputs)
             saved.append(torch.ones_like(outputs[self.joint.differentiable[0]]))
@@ -79,14 +79,14 @@ class InTurns(Runner):
         return self._ended(left, totals)
 
     def _rows(self, primal: Tensor, place: int) -> Tensor:
-        """The rows of an input that belong to the turn that runs."""
+        """The rows of an input that belong to the current turn."""
         if place >= len(self.in_turns) or not self.in_turns[place]:
             return primal
         count = primal.shape[0] // self.turns.size
         return primal.narrow(0, self.turns.index * count, count)
 
     def _add(self, totals: list[Tensor | None], fresh: list[Tensor | None]) -> None:
-        """Add the gradients of a turn, in the dtype in which they wait."""
+        """Add the gradients of a turn to the totals, in the dtype in which they wait."""
         dtypes = dict(zip(self.joint.waits, self.settlement.waiting_dtypes, strict=True))
         if not totals:
             totals += [g if g is None else g.to(dtypes.get(i, g.dtype)) for i, g in enumerate(fresh)]
@@ -96,7 +96,7 @@ class InTurns(Runner):
                 total += gradient
 
     def _ended(self, left: list[list[Tensor]], totals: list[Tensor | None]) -> list[Tensor]:
-        """The results of the ending, beside what turns have left."""
+        """Results of the ending, and of the turns: rows concatenated, other results of the last turn."""
         ending, count = self.ending, len(self.ending.sums)
         columns = zip(*[outputs[-count:] for outputs in left], strict=True)
         crossing = [_added_up(each) if is_sum else each[-1] for is_sum, each in zip(ending.sums, columns, strict=True)]
@@ -114,14 +114,14 @@ class InTurns(Runner):
         return [*outputs, *last[ending.joint.outputs :], *present]
 
     def _whole(self, place: int, output: Tensor) -> Tensor:
-        """The rows of a turn in an output that is kept, from the parts that devices have."""
+        """One turn's rows of an output in full, gathered from all devices."""
         if all(p.is_replicated for p in self.parts[place].placements):
             return output
         shape = info(self.graph.output).outputs[place].shape
         return dtensor_of(output, self.setup.mesh, self.parts[place], shape).full_tensor()
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
-        """The sums of the turns, times the gradient that goes back through the ending."""
+        """The gradients that turns have added up, times the gradient that goes back through the ending."""
         has = [node is not None for node in self.joint.hold.output_node().args[0]]
         saved = len(list(self.ending.joint.forward.output_node().args[0])) - self.ending.joint.outputs
         held = given[saved : saved + sum(has)]
@@ -139,6 +139,6 @@ class InTurns(Runner):
 
 
 def _added_up(values: Sequence[Tensor]) -> Tensor:
-    """The sum of what turns have, in single precision at least."""
+    """Sum over turns, in single precision at least."""
     wide = torch.promote_types(values[0].dtype, torch.float32) if values[0].is_floating_point() else values[0].dtype
     return torch.stack([value.to(wide) for value in values]).sum(0).to(values[0].dtype)

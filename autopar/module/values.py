@@ -1,4 +1,4 @@
-"""Values of a model's tensors, put in their places: parameters as shards, buffers whole."""
+"""Put the values of a model's tensors in place: parameters as shards, buffers whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.sharding.placement import Sharding
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The place where values come from: the model's own, where it has them, else a file or its recipes."""
+    """Where values come from: the model's own tensors where they have values, else a file or recipes."""
 
     sync: bool = True  # rank 0's on all ranks; else each rank has them already
     init: str = "module"  # how recipes draw: "module" or "counter"
@@ -27,7 +27,7 @@ class Source:
 def store(
     model: nn.Module, shardings: dict[str, Sharding], mesh: Any, device: torch.device, source: Source
 ) -> dict[str, Storage]:
-    """Replace every parameter by its shard, ties kept; buffers are whole."""
+    """Replace every parameter by its shard, ties kept, and every buffer by a whole copy; returns storages by name."""
     made = _Made(model, shardings, mesh, device)
     given = set() if source.weights is None else read(model, source.weights, made.places_of, made.keep_part)
     if is_on_meta(model, given):
@@ -44,7 +44,7 @@ def store(
 
 
 class _Made:
-    """The tensors of a parallel model, made one by one from those of the model that it was."""
+    """Makes the tensors of a parallel model one by one from those of the original model."""
 
     def __init__(self, model: nn.Module, shardings: dict[str, Sharding], mesh: Any, device: torch.device) -> None:
         self.model = model
@@ -57,11 +57,11 @@ class _Made:
         self.buffers: dict[int, Tensor] = {}  # identity of a buffer on meta -> its values
 
     def places_of(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The places of each dim of a tensor that are this rank's."""
+        """For each dim of a tensor, the indices that belong to this rank."""
         return (self.storage[name] if name in self.storage else self._whole(tensor)).places()
 
     def keep(self, name: str, tensor: Tensor, values: Tensor, sync: bool = False) -> None:
-        """Take the part of this rank from a tensor's values in full."""
+        """Keep this rank's part of a tensor's whole values."""
         values = values.to(self.device)
         if name in self.storage:
             stored = self.storage[name].take(values, sync)
@@ -70,7 +70,7 @@ class _Made:
             self.buffers[id(tensor)] = values
 
     def keep_part(self, name: str, tensor: Tensor, local: Tensor) -> None:
-        """Take the part of this rank as it is."""
+        """Keep this rank's part, given as it is."""
         local = local.to(self.device)
         if name in self.storage:
             stored = self.storage[name].wrap(local)
@@ -79,7 +79,7 @@ class _Made:
             self.buffers[id(tensor)] = local
 
     def put(self, sync: bool) -> None:
-        """Put what was made into the places where the model's tensors hang."""
+        """Replace the model's parameters, buffers and tensor attributes by what was made."""
         for module in self.model.modules():
             for name, held in list(module._parameters.items()):
                 if held is not None:

@@ -1,4 +1,4 @@
-"""Gradients of micro-batches that wait, not reduced, for the last one of a step."""
+"""Gradients of micro-batches that accumulate unreduced until the last one of a step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Waiting:
-    """Gradients of micro-batches that are not reduced yet, by the program that made them."""
+    """Unreduced gradients of micro-batches, by the program that made them."""
 
     def __init__(self, model: nn.Module, storage: dict[str, Storage]) -> None:
-        self.on = False  # does what runs now add to them?
-        self.of: dict[Runner, list[Tensor | None]] = {}  # one a gradient, None where nothing waits
+        self.on = False  # whether a forward that runs now will add to them
+        self.of: dict[Runner, list[Tensor | None]] = {}  # one per gradient, None where nothing waits
         self.model = weakref.ref(model)
         self.storage = storage
         _ALL.add(self)
 
     def add(self, runner: Runner, fresh: list[Tensor | None]) -> None:
-        """Add to what waits, in the wider of the dtypes in which a gradient waits and in which it is stored."""
+        """Add to what waits, in the wider of the dtypes in which a gradient arrives and in which it is stored."""
         totals = self.of.setdefault(runner, [None] * len(fresh))
         for k, (gradient, dtype) in enumerate(zip(fresh, runner.settlement.waiting_dtypes, strict=True)):
             total = totals[k]
@@ -38,7 +38,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside, nothing waits, and what runs is reduced at once; afterwards it is as before."""
+        """Inside the block nothing waits and gradients are reduced at once; afterwards all is as before."""
         before, self.on, self.of = (self.on, self.of), False, {}
         try:
             yield
@@ -46,14 +46,14 @@ class Waiting:
             self.on, self.of = before
 
     def deliver(self, name: str, gradient: Tensor) -> None:
-        """Add to the `.grad` of a parameter."""
+        """Add a gradient to `.grad` of a parameter."""
         model = self.model()
         assert model is not None
         parameter, wrapped = model.get_parameter(name), self.storage[name].wrap(gradient)
         parameter.grad = wrapped if parameter.grad is None else parameter.grad + wrapped
 
     def settled(self, runner: Runner) -> list[Tensor | None]:
-        """Reduce what waits of a program."""
+        """Reduced sums of what waits in a program, which waits no longer."""
         return runner.settlement.settle(self.of.pop(runner))
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
@@ -72,7 +72,7 @@ class Waiting:
 
 
 def _forget(parameters: list[Tensor]) -> None:
-    """Let no gradient wait for these parameters, in any model."""
+    """Drop what waits for these parameters in any model."""
     for waiting in tuple(_ALL):
         waiting.forget(parameters)
 
@@ -81,8 +81,5 @@ _ALL: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
 
 def let_optimizers_forget() -> None:
-    """Let `zero_grad()` of an optimizer also forget what waits for its parameters.
-
-    torch has no hook there.
-    """
+    """Let an optimizer's `zero_grad()` also drop what waits for its parameters; torch has no hook for it."""
     after_zero_grad(_forget)

@@ -1,8 +1,8 @@
-"""`watch`: a look now and then, while a model trains, at what no test before the first step can see.
+"""`watch`: check now and then, while a model trains, for errors that no test before the first step can find.
 
-Devices flip bits, and code of a user writes to one rank's parameters. From then on the ranks train different models,
-and nothing says so. Tensors that several ranks hold are compared by the sum of their bit patterns, in which any one
-flipped bit shows: a pass over what a rank holds, and one message of a number a tensor.
+Devices flip bits, and user code may write to one rank's parameters. From then on ranks train different models, without
+any sign. So tensors that several ranks hold are compared by the sum of their bit patterns, in which any one flipped bit
+shows: it takes a pass over what a rank holds, and one message of a number per tensor.
 
 A device may also compute wrongly, so that all copies are wrong alike. So every tenth look takes a few rows of the batch
 and compares a gradient of them with that of the plain model on one device (`single_device.py`).
@@ -36,14 +36,14 @@ log = logging.getLogger("autopar")
 
 
 class Watch:
-    """A watch over copies: it looks by itself, or when it is told to, until it is removed."""
+    """A watch over copies, which looks every so many calls and when told to, until it is removed."""
 
     def __init__(self, model: ParallelModule, every: int, optimizer: torch.optim.Optimizer | None, rows: int) -> None:
         self.model, self.every, self.optimizer, self.rows = model, every, optimizer, rows
         self.calls = 0  # of the model in training
         self.looks = 0
-        self._due = 0  # of those that came by themselves
-        self.gradients: list[Compared] = []  # what was compared with a single device, and what could not be
+        self._due = 0  # looks that were due by the number of calls
+        self.gradients: list[Compared] = []  # results of comparing with a single device
         self._hook = model.register_forward_pre_hook(self._before_call, with_kwargs=True)
 
     def __str__(self) -> str:
@@ -66,9 +66,9 @@ class Watch:
         return self  # a copy of the model is not watched
 
     def look(self, *args: Any, **kwargs: Any) -> None:
-        """Compare now, on all ranks; a letter on each of them names what differs and where.
+        """Compare copies now, on all ranks; a letter on each of them names what differs and where.
 
-        With the arguments of a call, also the gradient of one parameter on a few rows of it.
+        With the arguments of a call, also compare the gradient of one parameter on a few rows of it.
         """
         with torch.inference_mode(False):
             held = list(self._held())
@@ -111,11 +111,11 @@ class Watch:
             )
 
     def remove(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._hook.remove()
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, buffers and states of the optimizer, by names that are the same on every rank."""
+        """Parameters, buffers and optimizer states, by names that are the same on every rank."""
         parameters = dict(self.model.named_parameters())
         yield from parameters.items()
         yield from self.model.named_buffers()
@@ -140,7 +140,7 @@ class Watch:
 def watch(
     model: nn.Module, every: int = 100, optimizer: torch.optim.Optimizer | None = None, rows: int = _ROWS
 ) -> Watch:
-    """Compare what several ranks hold copies of, before every so many calls in training.
+    """Compare tensors that several ranks hold copies of, before every `every`-th call in training.
 
     A letter on every rank names the parameter or buffer (with `optimizer`, its states too), the rank and the call. The
     first look, and then every tenth, also compares the gradient of one parameter, each time of another, with that of
@@ -164,14 +164,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """The sum of the bit patterns of its elements."""
+    """Sum of the bit patterns of a tensor's elements, as int64."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.contiguous().flatten().view(_INTEGERS[plain.element_size()])
     return bits.sum(dtype=torch.int64)
 
 
 def _copies(tensor: Tensor, ranks: int) -> list[list[int]]:
-    """The ranks that hold the same part of it, part by part."""
+    """Groups of ranks that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return [list(range(ranks))]
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -183,7 +183,7 @@ def _copies(tensor: Tensor, ranks: int) -> list[list[int]]:
 
 
 def _minorities(sums: Sequence[int], copies: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[int]]]:
-    """The ranks whose sum most of their copies do not have, and those others."""
+    """For each group whose sums differ: the ranks outside the majority, and those in it."""
     for ranks in copies:
         counts = Counter(sums[rank] for rank in ranks)
         if len(counts) > 1:
@@ -192,7 +192,7 @@ def _minorities(sums: Sequence[int], copies: Sequence[Sequence[int]]) -> Iterato
 
 
 def _difference(mine: Tensor, odd: int, other: int) -> str:
-    """Words about the elements of a copy that differ, and by how much; every rank is told by the odd one."""
+    """Text about how many elements of two copies differ and by how much, made by rank `odd` and told to all."""
     box: list[Any] = [mine.cpu() if dist.get_rank() == other else None]
     dist.broadcast_object_list(box, other)
     said: list[Any] = [None]

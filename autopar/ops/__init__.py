@@ -1,4 +1,4 @@
-"""The canonical ops, one entry each, by families: what an op is called, how it may be cut, and what it costs."""
+"""The canonical ops by families, one entry each: how an op is called, how it may be cut, and what it costs."""
 
 from autopar.ops import (
     attention,

@@ -1,4 +1,4 @@
-"""Attention, fused: what it keeps depends on the kernel that the call comes to."""
+"""Fused attention; what it keeps for backward depends on the kernel that runs it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from autopar.sharding.notation import Rule
 
 
 def attention(arguments: Mapping[str, Any]) -> Rule:
-    """Batch and heads are cut; queries too, where a causal mask counts them from where the part begins.
-
-    Keys stay whole.
-    """
+    """Batch, heads and queries may be cut, keys stay whole; under a causal mask, cut queries need a local form."""
     q = "q~" if arguments.get("is_causal") else "q"
     if arguments.get("enable_gqa") and arguments["query"].shape[-3] != arguments["key"].shape[-3]:
         mask = getattr(arguments.get("attn_mask"), "shape", (1, 1, 1))
@@ -32,7 +29,7 @@ def attention(arguments: Mapping[str, Any]) -> Rule:
 
 
 def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """Opened attention that drops by position, or causal attention of this device's queries."""
+    """Attention with dropout by position, written out, or causal attention of this device's queries; else None."""
     lies, causal = here.lies(0), call.arguments.get("is_causal")
     rank = len(call.arguments["query"].shape)
     if call.random < 0:
@@ -64,8 +61,8 @@ def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 def kept(call: OpCall, kind: str) -> Line:
     """Operands and rows that the backward keeps, by kernel.
 
-    Flash keeps one number a row; so does the memory-efficient kernel, and the mask that only it takes. Torch's plain
-    form keeps the probabilities. With dropout, autopar's own form is opened into products.
+    Flash keeps one number per row; so does the memory-efficient kernel, and the mask that only it takes. Torch's plain
+    form keeps the probabilities. With dropout, autopar's own form is written out as products.
     """
     query, mask = call.arguments["query"], call.arguments.get("attn_mask")
     dropped = call.arguments.get("dropout_p", 0.0)
@@ -87,7 +84,7 @@ def kept(call: OpCall, kind: str) -> Line:
 
 
 def timed(arguments: Mapping[str, Any]) -> str:
-    """A causal mask, and one that is given, have times of their own."""
+    """Name of the kernel's time: calls with a causal mask, and with a given one, are timed apart."""
     if arguments.get("is_causal"):
         return "scaled_dot_product_attention causal"
     is_masked = arguments.get("attn_mask") is not None
@@ -95,16 +92,16 @@ def timed(arguments: Mapping[str, Any]) -> str:
 
 
 def work(call: OpCall) -> tuple[str, str]:
-    """With dropout, bits beside the weights, and in backward two gradients of the weights."""
+    """With dropout, forward needs random bits beside the weights, and backward two gradients of the weights."""
     return ("pairs*(11 + itemsize)", "2*pairs*itemsize") if call.arguments.get("dropout_p", 0.0) else ("0", "0")
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
-    """Temporary bytes of the two calls of a part: on the keys before it and on its own.
+    """Temporary bytes of the two calls of a part, forward and backward: on the keys before it, and on its own.
 
-    Forward weighs their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries;
-    nothing has been scattered yet of the gradients of keys and values, which the table has beside what is scattered of
-    them. A GPU has no fused kernel for float64: the scores of the larger call are there, twice in forward and three
+    Forward merges their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries;
+    gradients of keys and values have not been scattered yet, while the table counts them beside what is scattered of
+    them. A GPU has no fused kernel for float64: the scores of the larger call are in memory, twice in forward and three
     times in backward.
     """
     query, key, value = held[:3]

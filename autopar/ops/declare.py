@@ -1,4 +1,4 @@
-"""What users say of ops: `autopar.rule`, and the ops that the tracer leaves whole because of it."""
+"""Rules that users declare with `autopar.rule`, and the ops that the tracer leaves whole because of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ WHOLE: set[str] = set()  # ops with a rule of a user's, by the names that graphs
 
 
 def rule(op: Any, text: str, linear: str = "") -> None:
-    """Say how `op` may be cut: `rule("mm", "m k, k n -> m n", linear="x, y")`.
-
-    `docs/rules.md` has the grammar.
+    """Say how `op` may be cut: `rule("mm", "m k, k n -> m n", linear="x, y")`; `docs/rules.md` has the grammar.
 
     The op is a name of the vocabulary or one that a graph prints, a custom op's name (`"mylib::scan"`), or torch's
     function itself. A mark is an obligation: what is cut behind a mask (`~`), reduced inside (`^`) or made here (`*`)

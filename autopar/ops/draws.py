@@ -1,4 +1,4 @@
-"""Random ops. Each device draws for the positions that it holds: bits are those of the place in the whole tensor."""
+"""Random ops: each device draws the numbers of its own positions, as a function of their places in the whole tensor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from autopar.runtime.private import standard_gamma
 
 
 def drawn(name: str, first: float | None = None) -> Callable[..., Tensor]:
-    """x.uniform_(...) as a function: a new tensor like x, filled with draws.
+    """x.uniform_(...) and the like as functions: a new tensor like x, filled with draws.
 
-    `first` is torch's default of the first number.
+    `first` is torch's default of the first parameter.
     """
 
     def call(input: Tensor, a: float | None = None, b: float | None = None) -> Tensor:
@@ -34,7 +34,7 @@ def drawn(name: str, first: float | None = None) -> Callable[..., Tensor]:
 
 
 def bernoulli(input: Tensor, p: float | Tensor | None = None) -> Tensor:
-    """Ones with probability p, or with the probabilities that the input holds."""
+    """Ones with probability `p`, or with the probabilities in `input`."""
     return torch.bernoulli(input) if p is None else torch.empty_like(input).bernoulli_(p)
 
 
@@ -44,7 +44,7 @@ def normal_filled(size: Sequence[int], mean: float, std: float, dtype: torch.dty
 
 
 def randint(size: Sequence[int], low: int, high: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Whole numbers from low to high - 1 in a new tensor."""
+    """Integers from low to high - 1 in a new tensor."""
     return torch.randint(low, high, tuple(size), dtype=dtype)
 
 
@@ -59,7 +59,7 @@ def dirichlet(input: Tensor) -> Tensor:
 
 
 def dropped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """A mask by position."""
+    """The local form of dropout, with its mask by position."""
     return forms.dropout_by_position, {
         "input": kwargs["input"],
         **places_of_output(here, call),
@@ -68,7 +68,10 @@ def dropped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def channels_dropped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """One draw a channel. Without a batch dim, where torch has rules of its own, channels come first."""
+    """The local form of dropout of channels: one draw per channel.
+
+    Without a batch dim, where torch has rules of its own, channels come first.
+    """
     shape, name = call.outputs[0].shape, call.op
     leading = 1 if (name, len(shape)) in (("dropout1d", 2), ("dropout3d", 4)) else 2
     if name == "alpha_dropout":
@@ -82,7 +85,7 @@ def channels_dropped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def filled_with_draws(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """A new tensor of draws from the distribution that the op's name says."""
+    """The local form of a new tensor of draws, from the distribution that the op's name says."""
     made, kind = call.outputs[0], call.op.removesuffix("_like")
     numbers = {_NUMBERS.get(k, k): v for k, v in kwargs.items() if k in ("a", "b") or k in _NUMBERS}
     return forms.drawn_by_position, {
@@ -95,7 +98,7 @@ def filled_with_draws(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def normal(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """Normal draws with a mean and a deviation for each element."""
+    """The local form of normal draws with a mean and a standard deviation for each element."""
     return forms.normal_by_position, {
         **kwargs,
         **places_of_output(here, call),
@@ -105,7 +108,7 @@ def normal(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def permutation(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The whole permutation on every device."""
+    """The local form of a permutation: every device makes all of it."""
     return forms.permutation_by_position, {
         "n": kwargs["n"],
         "key": here.random_key,
@@ -115,7 +118,7 @@ def permutation(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def of_each(form: Callable[..., Any]) -> Callable[..., Form]:
-    """A form that draws for each element of its operand."""
+    """A local form that draws for each element of its operand."""
 
     def made(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
         numbers = {k: v for k, v in kwargs.items() if k not in ("training", "inplace")}
@@ -125,12 +128,12 @@ def of_each(form: Callable[..., Any]) -> Callable[..., Form]:
 
 
 def chosen(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """Ones by position."""
+    """The local form of Bernoulli draws by position."""
     return forms.bernoulli_by_position, {**kwargs, **places_of_output(here, call)}
 
 
 def picked(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """Choices by position of the row."""
+    """The local form of multinomial draws, by position of the row."""
     return forms.multinomial_by_position, {
         **kwargs,
         **places(here, call, here.lies(0), call.arguments["input"].shape),
@@ -139,20 +142,20 @@ def picked(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 @translates(torch.randint)
 def whole_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """randint(high, size) and randint(low, high, size)."""
+    """Read calls randint(high, size) and randint(low, high, size)."""
     return OPS["randint"], {"size": tuple(result.shape), **_bounds(*args, **kwargs), "dtype": result.dtype}
 
 
 @translates(torch.randint_like)
 def whole_numbers_like(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """randint_like(x, high) and randint_like(x, low, high)."""
+    """Read calls randint_like(x, high) and randint_like(x, low, high)."""
     said = {n: v for n, v in kwargs.items() if n != "input"}
     bounds = _bounds(*(args if "input" in kwargs else args[1:]), **said)
     return OPS["randint"], {"size": tuple(result.shape), **bounds, "dtype": result.dtype}
 
 
 def _bounds(*bounds: Any, low: int = 0, high: int | None = None, **how: Any) -> dict[str, Any]:
-    """The bounds of whole numbers, of which the first may be left out."""
+    """The bounds of random integers, of which the first may be left out."""
     numbers = [int(b) for b in bounds if isinstance(b, Integral)]
     if len(numbers) == 2:
         low, high = numbers
@@ -165,7 +168,7 @@ def _bounds(*bounds: Any, low: int = 0, high: int | None = None, **how: Any) -> 
 
 @translates(torch.normal)
 def normal_of_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """torch.normal(mean, std, size) of two numbers; with a tensor among them it has an entry of its own."""
+    """Read calls torch.normal(mean, std, size) of two numbers; with a tensor among them it has an entry of its own."""
     if any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
         return None
     mean, std = (args[i] if len(args) > i else kwargs[n] for i, n in enumerate(("mean", "std")))
@@ -173,7 +176,7 @@ def normal_of_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
 
 
 def in_training_only(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
-    """rrelu draws in training; else its slope is the middle."""
+    """Replace rrelu outside training by leaky_relu, with the middle of its slopes."""
     if arguments.get("training"):
         return op, arguments
     slope = (arguments.get("lower", 1 / 8) + arguments.get("upper", 1 / 3)) / 2

@@ -1,4 +1,4 @@
-"""What an op is: one entry holds all that the compiler knows of it.
+"""Entries of ops: one entry holds all that the compiler knows of an op.
 
     op("mm", torch.mm, "input:T, mat2:T", T.mm, rule="m k, k n -> m n", linear="x, y", keeps="input:mat2 mat2:input")
 
@@ -45,7 +45,7 @@ class SIZES:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A canonical op: `call(**arguments)` computes it. Two of one name and one function are the same."""
+    """A canonical op: `call(**arguments)` computes it. Ops of one name and one function are equal."""
 
     name: str
     call: Callable[..., Any]
@@ -68,10 +68,7 @@ class Op:
         return self.name
 
     def operands(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """The arguments that rules speak of, in order.
-
-        Tensors, numbers in a tensor's place, None where one is absent.
-        """
+        """The operands that rules speak of, in order: tensors, numbers in a tensor's place, None for absent ones."""
         if self.signature is None:
             leaves = pytree.tree_leaves(list(arguments.values()))
             return [leaf for leaf in leaves if isinstance(leaf, (fx.Node, Tensor))]
@@ -79,7 +76,7 @@ class Op:
         return [leaf for value in found for leaf in (value if isinstance(value, (list, tuple)) else [value])]
 
     def local(self, annotation: Any) -> str | None:
-        """The argument that is a shape (`:SHAPE`) or a list of sizes (`:SIZES`) of the output, or None."""
+        """Name of the argument that is the output's shape (`SHAPE`) or sizes (`SIZES`); None where there is none."""
         parameters = self.signature.parameters.items() if self.signature else ()
         return next((n for n, p in parameters if p.annotation is annotation), None)
 
@@ -93,19 +90,19 @@ class Op:
 
 @functools.cache
 def _tensors(op: Op) -> tuple[tuple[str, Any], ...]:
-    """The names and defaults of an op's tensor arguments, in order."""
+    """Names and defaults of an op's tensor arguments, in order."""
     parameters = op.signature.parameters.items() if op.signature else ()
     return tuple((n, p.default) for n, p in parameters if p.annotation is Tensor)
 
 
 def same(value: Any, default: Any) -> bool:
-    """The value is the default, or equals it as a number or a word does."""
+    """Whether a value is the default, or equals it and has its type; tensors are compared by identity."""
     return value is default or (not isinstance(value, Tensor) and type(value) is type(default) and value == default)
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An autograd.Function as a function of tensors, forward and backward its own."""
+    """An autograd.Function as a function of tensors, with its own forward and backward."""
 
     cls: Any
 
@@ -119,7 +116,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class OnACopy:
-    """A function that writes to its first argument as one that leaves it as it is: it gets a copy."""
+    """A function that writes to its first argument, made pure by passing a copy."""
 
     function: Callable[..., Any]
 
@@ -141,63 +138,58 @@ class Line:
 
     @staticmethod
     def of(text: str, **extra: str) -> Line:
-        """`Line.of("input:weight weight:input", cpu="8*rows")`: each is kept for the gradient of the other."""
+        """Parse a line: `Line.of("input:weight weight:input", cpu="8*rows")` keeps each for the other's gradient."""
         pairs = [piece.partition(":")[::2] for piece in text.split()]
         return Line(tuple(pairs), tuple(extra.items()))
 
 
 @dataclass(slots=True)
 class Facts:
-    """Everything the compiler knows of an op beside how it is called.
-
-    An op that nobody described has none.
-    """
+    """All that the compiler knows of an op beside how it is called; an op that nobody described has defaults."""
 
     rule: Rule | RuleFunction | None = None  # how it may be cut: `docs/rules.md`
     serves: str = ""  # the marks of rules that its local form or its local shape serves
-    form: FormFunction | None = None  # what computes it on a part, where the op itself will not do
-    # where what it counts or reduces is cut: the sums that its local form exchanges, forward and backward
+    form: FormFunction | None = None  # its local form, which computes it on a part where the op itself will not do
+    # number of all-reduces in its local form, forward and backward, where what it counts or reduces is cut
     exchanges: tuple[int, int] = (0, 0)
-    draws: bool = False  # at random, by the position in the whole tensor: its form
-    keeps: Line | Callable[[OpCall, str], Line] | None = None  # for its backward, by kind of device; None: everything
-    work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = (
-        None  # bytes for the while, forward and backward
-    )
-    # the same, beside, of its local form on a device that holds so much of each operand
+    draws: bool = False  # it is random; its form draws by the position in the whole tensor
+    keeps: Line | Callable[[OpCall, str], Line] | None = None  # saved for backward, by kind of device; None: everything
+    work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = None  # temporary bytes, forward and backward
+    # more temporary bytes of its local form, on a device that holds parts of these shapes of each operand
     part_work: Callable[[OpCall, Any, str], tuple[int, int]] | None = None
-    flops: tuple[float, str] | None = None  # a product: for each point of its factors, but those of this pattern
+    flops: tuple[float, str] | None = None  # of a product: FLOPs per point of its factors, but those of this pattern
     windows: bool = False  # a product over windows of its input: its kernels are not those of rows
     heads: bool = False  # it is attention: its kernels are timed by the width of heads and the length of the sequence
-    free: bool = False  # it shows its operand's memory: no time
-    same: bool = False  # of a parameter alone, its result is the parameter: a cast, or the numbers in another shape
-    moved: bool = False  # its result shows numbers of its operand as they are, at other places
-    # of a view: the op that carries a write to it back to what it is a view of
+    free: bool = False  # it is a view, and takes no time
+    same: bool = False  # applied to a parameter it gives the parameter in another form: a cast, or another shape
+    moved: bool = False  # its result has numbers of its operand as they are, at other places
+    # of a view: the op that carries a write to it back to its base
     inverse: Callable[[WrittenView], Any] | None = None
-    truth: bool = False  # its result is yes or no, whatever its operand is
+    truth: bool = False  # its result is boolean
     overwrites: bool = False  # its result has the shape of its operand, whose numbers do not matter
     one_dtype: bool = False  # its operands are all of one dtype
-    # of a product: the operand whose gradient backward makes last, when nothing reads that operand any more
+    # of a product: the operand whose gradient backward makes last, when that operand may have been freed
     last: str | Callable[[OpCall], str] = ""
-    one_gradient: bool = False  # its gradient is the same number on every device: never one of parts
-    loss: bool = False  # it has a reduction, which the graph takes out
-    joint: bool = False  # one kernel gives the gradients of all of its operands, where a product has one for each
+    one_gradient: bool = False  # its gradient is the same number on every device, never partial
+    loss: bool = False  # it has a reduction, which the graph makes an op of its own
+    joint: bool = False  # one kernel gives the gradients of all operands, where a product has one for each
     spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own
-    timed: Callable[[Mapping[str, Any]], str] | None = None  # the name of its time, where the call tells of another
-    # the operand and the dim of it whose size its time depends on, beside how much it does
+    timed: Callable[[Mapping[str, Any]], str] | None = None  # the name of its time, where that depends on the call
+    # an operand and its dim on whose size its time depends, beside its amount of work
     second_size: tuple[int, int] | None = None
-    # arguments as the op wants them, where what was said leaves something to torch
+    # completes arguments that a call leaves to torch
     settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
     counts: str = ""  # the pattern of factors along which its local form counts positions
     # how padding goes through it, where its rule does not say all: a key of `module/reach/transfers.py`
     reach: str = ""
     sized: bool = False  # its arguments may be sizes that follow the length of an input
-    neutral: float | None = None  # of a reduction: the number that changes nothing in it
+    neutral: float | None = None  # of a reduction: its neutral element
 
 
 OPS: dict[str, Op] = {}
 FACTS: dict[str, Facts] = {}
 SPELLINGS: dict[Callable[..., Any], tuple[Op, inspect.Signature]] = {}
-# an op that writes to arguments: the pure form, to which, and the flag that says so
+# by op that writes to arguments: its pure form, the arguments that it writes, and the flag under which it does
 WRITES: dict[str, tuple[Op, tuple[str, ...], str]] = {}
 # a function of torch whose calls are read one by one: an op and its arguments, another function that means the same, or
 # None where the function is spelled by an entry
@@ -214,7 +206,7 @@ Spelled = Callable[..., Any] | tuple[Callable[..., Any], str]
 def op(
     name: str, call: Callable[..., Any], signature: str, *spellings: Spelled, writes: str = "", **facts: Any
 ) -> None:
-    """Add an op. A spelling with a signature of its own is a pair; the names in it are the op's."""
+    """Add an op with its spellings; one with a signature of its own is a pair, and its names are those of the op."""
     OPS[name] = Op(name, call, read_signature(signature))
     spell(name, (call, signature), *(s if isinstance(s, tuple) else (s, signature) for s in spellings))
     describe(name, **facts)
@@ -228,13 +220,13 @@ def op(
 
 
 def spell(name: str, *spellings: tuple[Callable[..., Any], str]) -> None:
-    """Functions that mean an op, each with its own signature in the op's names."""
+    """Add functions that mean an op, each with its own signature in the op's names."""
     for function, signature in spellings:
         SPELLINGS[function] = OPS[name], read_signature(signature)
 
 
 def translates(*functions: Callable[..., Any]) -> Callable[[Translator], Translator]:
-    """Read the calls of these functions by the function below."""
+    """Register the decorated function to read calls of these functions."""
 
     def register(translator: Translator) -> Translator:
         TRANSLATED.update(dict.fromkeys(functions, translator))
@@ -244,7 +236,7 @@ def translates(*functions: Callable[..., Any]) -> Callable[[Translator], Transla
 
 
 def each(names: str, signature: str = "input:T", **facts: Any) -> None:
-    """Ops that are spelled alike in torch, Tensor and torch.nn.functional."""
+    """Add ops that have the same name in torch, Tensor and torch.nn.functional."""
     for name in names.split():
         first, *others = (getattr(home, name) for home in (torch, F, T) if hasattr(home, name))
         op(name, first, signature, *others, **facts)
@@ -259,7 +251,7 @@ def describe(
     serves: str = "",
     **facts: Any,
 ) -> None:
-    """Set the facts of an op. `makes` are the bytes that it makes for its backward, by kind of device."""
+    """Set the facts of an op; `makes` are the bytes that it makes for its backward, by kind of device."""
     known = FACTS[name] = Facts(serves=serves, **facts)
     known.keeps = Line.of(keeps, **(makes or {})) if isinstance(keeps, str) else keeps
     if rule is not None:
@@ -269,7 +261,7 @@ def describe(
 
 
 def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[Tensor, ...]]:
-    """An op that writes to some of its arguments, as one that returns their new values."""
+    """An op that writes to some of its arguments, made pure: it returns their new values beside its result."""
 
     def pure(**arguments: Any) -> tuple[Tensor, ...]:
         fresh = {n: arguments[n].detach().clone() for n in written}
@@ -279,7 +271,7 @@ def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[
 
 
 def facts_of(name: str) -> Facts:
-    """The facts of an op by the name that a graph prints."""
+    """The facts of an op, by the name that a graph prints."""
     return FACTS.get(name, _NOTHING)
 
 
@@ -287,13 +279,13 @@ _NOTHING = Facts()
 
 
 def timed_name(name: str, arguments: Mapping[str, Any]) -> str:
-    """The name by which the time of a call is known: the op's, and how it is called where that tells."""
+    """The name under which a call is timed: the op's, or one that also says how it is called."""
     timed = facts_of(name).timed
     return timed(arguments) if timed else name
 
 
 def rule_of(name: str, arguments: Mapping[str, Any]) -> Rule | None:
-    """The rule of one call, or None where nobody wrote one. Tensors among the arguments are types."""
+    """The rule of one call, or None where there is none; tensors among the arguments are types."""
     found = facts_of(name).rule
     if not callable(found):
         return found
@@ -304,7 +296,7 @@ def rule_of(name: str, arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def check_marks(name: str, rule: Rule) -> None:
-    """Raise where the rule cuts, behind a mark, what no local form of the op serves."""
+    """Raise where a rule has marks that no local form of the op serves."""
     if not (rule.masked or rule.inside or rule.made):
         return
     known = facts_of(name).serves

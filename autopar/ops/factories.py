@@ -1,4 +1,4 @@
-"""Tensors from nothing: one number everywhere, and counts. Each device makes its own part."""
+"""Tensors without operands, constants and counts: each device makes its own part."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autopar.sharding.notation import Rule
 
 
 def full_like(input: Tensor, fill_value: float, dtype: torch.dtype | None = None) -> Tensor:
-    """One number in the shape of another tensor."""
+    """A constant tensor in the shape of another."""
     return torch.full_like(input, fill_value, dtype=dtype)
 
 
 def new(name: str) -> Callable[..., Tensor]:
-    """A factory that takes its dtype and device from a tensor."""
+    """A factory that takes its dtype and device from a tensor, such as `new_zeros`."""
 
     def call(input: Tensor, size: Sequence[int], dtype: torch.dtype | None = None, **fill: float) -> Tensor:
         return getattr(input, name)(tuple(size), dtype=dtype, **fill)
@@ -31,19 +31,19 @@ def new(name: str) -> Callable[..., Tensor]:
 
 
 def filled(arguments: Mapping[str, Any]) -> Rule:
-    """The same number everywhere, or draws that depend on positions alone: each device makes its own part."""
+    """The rule of a constant, or of draws by position: each device makes its own part."""
     made = " ".join(f"a{i}*" for i in range(len(arguments["size"])))
     unused = " ".join(f"x{i}!" for i in range(len(arguments["input"].shape))) if "input" in arguments else None
     return parse(f"{'nothing' if unused is None else unused} -> {made}")
 
 
 def arange(arguments: Mapping[str, Any]) -> Rule:
-    """Each device counts from where its part begins."""
+    """The rule of a count: each device counts from where its part begins."""
     return parse("nothing -> a*")
 
 
 def part_of_count(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The device's part of a count that is cut."""
+    """The local form of a count that is cut; else None."""
     made, lies = call.outputs[0], here.leaves()
     if 0 not in lies.cuts:
         return None
@@ -57,7 +57,7 @@ def part_of_count(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def with_dtype(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
-    """The dtype of the result: torch's default may be another at replay."""
+    """Add the dtype of the result, as torch's default may differ at replay."""
     return op, {**arguments, "dtype": result.dtype}
 
 

@@ -1,7 +1,9 @@
-"""Inverses of views: the tensor that a view was taken of, with another value where the view reads it.
+"""Inverses of views: the base tensor, with another value where a view reads it.
 
-v = select(x, 0)        x' = select_scatter(x, v', 0)
-v = transpose(x, 0, 1)  x' = transpose(v', 0, 1)
+For example, for a view v of x that is written:
+
+    v = select(x, 0)        x' = select_scatter(x, v', 0)
+    v = transpose(x, 0, 1)  x' = transpose(v', 0, 1)
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WrittenView:
-    """A view that stands for a new value, and the tensor that it was taken of."""
+    """A view with a new value, and the tensor that it was taken of."""
 
     arguments: Mapping[str, Any]  # of the view's op,
     output: int | None  # and which of its outputs the view is; None: the only one

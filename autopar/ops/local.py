@@ -1,4 +1,4 @@
-"""Local forms: what computes an op on one device's part, where the op itself would compute something else.
+"""Local forms: functions that compute an op on one device's part, where the op itself would compute something else.
 
 A form is a function of where the device stands (`Here`), the call in the whole (`OpCall`), and the arguments on the
 device. It gives the function and its arguments there, or None where the op itself will do.
@@ -18,17 +18,17 @@ Form = tuple[Callable[..., Any], dict[str, Any]] | None
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One call in the whole: arguments by name, with types in the places of tensors."""
+    """A call on whole tensors: arguments by name, with types in the places of tensors."""
 
     op: str
     arguments: Mapping[str, Any]
     outputs: tuple[Any, ...]
-    random: int = -1  # which random op of the graph it is; -1: none
+    random: int = -1  # number of the random op in the graph; -1 for other ops
     source: str = ""  # the user's line
 
 
 class Here(Protocol):
-    """One device, and how the operands and outputs of the call that is written lie there."""
+    """One device, with the shardings of a call's operands and outputs."""
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -38,25 +38,25 @@ class Here(Protocol):
 
     @property
     def random_key(self) -> Any:
-        """The value that holds the key of the step."""
+        """The value that holds the random key of the step."""
         ...
 
     def lies(self, operand: int) -> Sharding:
-        """The sharding of an operand as the op takes it."""
+        """Sharding in which the op takes an operand."""
         ...
 
     def leaves(self, output: int = 0) -> Sharding:
-        """The sharding of an output as the op gives it."""
+        """Sharding in which the op gives an output."""
         ...
 
 
 def local_output(here: Here, call: OpCall, output: int = 0) -> tuple[int, ...]:
-    """The shape of an output on the device."""
+    """Shape of an output on the device."""
     return local_shape(call.outputs[output].shape, here.leaves(output), here.mesh, here.coordinate)
 
 
 def local_sizes(here: Here, call: OpCall) -> tuple[int, ...]:
-    """The sizes of the outputs on the device, along the dim that a call names."""
+    """Sizes of the outputs on the device, along the dim that the call names."""
     dim = call.arguments.get("dim", 0)
     return tuple(local_output(here, call, i)[dim] for i in range(len(call.outputs)))
 
@@ -72,7 +72,7 @@ def cuts(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> tu
 
 
 def start_here(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> int:
-    """The place in the whole at which this device's part of a dim begins."""
+    """Index in the whole dim at which this device's part begins."""
     start, size = 0, shape[dim]
     for axis in sharding.cuts.get(dim, []):
         before, size = part(size, here.mesh.shape[axis], here.coordinate[axis])
@@ -81,7 +81,7 @@ def start_here(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int)
 
 
 def places(here: Here, call: OpCall, sharding: Sharding, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Key of the step, number of the op, and where this device's part lies in a tensor of this shape."""
+    """Arguments of draws by position: the step's key, the op's number, and where this device's part lies."""
     return {
         "key": here.random_key,
         "op": call.random,
@@ -91,5 +91,5 @@ def places(here: Here, call: OpCall, sharding: Sharding, shape: tuple[int, ...])
 
 
 def places_of_output(here: Here, call: OpCall) -> dict[str, Any]:
-    """The same for the first output."""
+    """Arguments of draws by position, for the first output."""
     return places(here, call, here.leaves(), call.outputs[0].shape)

@@ -1,4 +1,4 @@
-"""From one call of a torch function to a canonical op with its arguments by name."""
+"""Turn a call of a torch function into a canonical op with arguments by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HOMES = {
 def lookup(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any = None
 ) -> tuple[Op, dict[str, Any]]:
-    """The canonical op of one call, and its arguments by name; shapes and dtypes are those of the result."""
+    """The canonical op of a call, and its arguments by name; shapes and dtypes are those of the result."""
     if function not in TRANSLATED and isinstance(function, OpOverload):
         function = _of_aten(function)
     if getattr(function, "__name__", "") == "__get__":
@@ -69,7 +69,7 @@ def lookup(
 def functional(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Op | None, dict[str, Any]]:
-    """The pure form of a call that writes to its first argument. None: the new value is `source` itself."""
+    """The pure form of a call that writes to its first argument; its op is None where `source` is the new value."""
     name = getattr(function, "__name__", "")
     if isinstance(function, OpOverload):
         name = function._schema.name.split("::")[1]
@@ -90,7 +90,7 @@ def functional(
 
 
 def _stored(name: str, target: Tensor, *given: Any) -> tuple[Op | None, dict[str, Any]]:
-    """The pure form of a call that puts numbers in a tensor's place, whatever it held there."""
+    """The pure form of a call that overwrites a tensor, whatever it held."""
     if name == "__setitem__":
         return OPS["setitem"], {"input": target, "index": given[0], "value": given[1]}
     if name in ("copy_", "fill_") and isinstance(given[0], Tensor):
@@ -99,7 +99,7 @@ def _stored(name: str, target: Tensor, *given: Any) -> tuple[Op | None, dict[str
 
 
 def _filled(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, dict[str, Any]]:
-    """The op that makes what a method fills a tensor with."""
+    """The op that makes the draws with which a method fills a tensor."""
     made, names = FILLED[name]
     said = {**dict(zip(names, args[1:], strict=False)), **kwargs}
     if name == "random_" and "from" not in said and "to" in said:
@@ -123,7 +123,7 @@ def _pure_function(function: Callable[..., Any], name: str) -> Callable[..., Any
 
 @functools.cache
 def _of_aten(function: Any) -> Any:
-    """The torch function of an ATen op, where there is one by its name."""
+    """The torch function of the same name as an ATen op, or the ATen op itself."""
     space, name = function._schema.name.split("::")
     if space == "aten":
         name = {"_unsafe_view": "view", "_softmax": "", "slice": ""}.get(name, name)
@@ -136,7 +136,7 @@ def _of_aten(function: Any) -> Any:
 
 
 def _attribute(name: str, tensor: Tensor) -> tuple[Op, dict[str, Any]]:
-    """A tensor that is read off another: x.T, x.mT, x.data."""
+    """The op of a tensor attribute: x.T, x.mT, x.data."""
     if name in ("T", "mT", "H", "mH") and not tensor.is_complex():
         dims = tuple(range(tensor.dim()))
         return OPS["permute"], {
@@ -184,7 +184,7 @@ def _holds_tensor(value: Any) -> bool:
 
 @functools.cache
 def _plain_names(signature: inspect.Signature) -> tuple[tuple[str, ...], frozenset[str]] | None:
-    """The positional names and all names of a signature without * and **."""
+    """Positional names and required names of a signature; None where it has * or **."""
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
         return None
     return tuple(n for n, p in signature.parameters.items() if p.kind == p.POSITIONAL_OR_KEYWORD), frozenset(
@@ -223,7 +223,7 @@ def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
 def by_own_name(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Op, dict[str, Any]]:
-    """The op of a call that no entry covers: it has the function's own name, apart from those of entries."""
+    """The op of a call that no entry covers: it has the function's own name, distinct from those of entries."""
     name = own_name(function)
     if name in OPS:
         name += "'"

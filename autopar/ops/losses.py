@@ -1,4 +1,4 @@
-"""Losses: those of each element, and those that look at the classes of a row."""
+"""Losses: elementwise ones, and those over the classes of a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.sharding.notation import Rule
 
 
 def pointwise_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """Without its reduction, the canonical form, it is pointwise."""
+    """Without its reduction, which is the canonical form, the loss is pointwise; else None."""
     if arguments.get("reduction", "mean") != "none":
         return None
     return parse(
@@ -30,11 +30,10 @@ def pointwise_loss(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
-    """A sum over tokens and over the vocabulary, where it is cut.
+    """A sum over tokens and over the vocabulary, both of which may be cut.
 
-    The log-sum-exp counts once, the target's logit on the device that has it.
-
-    Without its reduction each token is by itself, and its classes stay whole.
+    On a cut vocabulary the log-sum-exp counts once, and the target's logit on the device that has it. Without its
+    reduction each token is by itself, and its classes stay whole.
     """
     logits, target = arguments["input"], arguments["target"]
     reduction = arguments.get("reduction", "mean")
@@ -52,7 +51,7 @@ def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def classes_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The loss over this device's part of the classes, where they are cut."""
+    """The local form of a loss over this device's part of the classes; None where they are whole."""
     lies = here.lies(0)
     if 1 not in lies.cuts:
         return None
@@ -62,14 +61,14 @@ def classes_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def ctc_loss(arguments: Mapping[str, Any]) -> Rule:
-    """Each sequence by itself, where each has a row of targets; targets that stand end to end stay whole."""
+    """Sequences may be cut where each has a row of targets; nothing is cut where targets are concatenated."""
     if len(arguments["targets"].shape) == 1:
         return parse("t! n! c!, s!, n!, n! -> n!", linear="")
     return parse("t! n c!, n s!, n, n -> n", linear="")
 
 
 def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """A sum over rows of log-probabilities by class; without its reduction each row is by itself."""
+    """A sum over rows of log-probabilities by class; without its reduction rows may be cut. None for a mean."""
     reduction = arguments.get("reduction", "mean")
     if (
         reduction == "mean"
@@ -82,7 +81,7 @@ def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def margin_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """Without its reduction each row is by itself."""
+    """Without its reduction rows may be cut; else None."""
     if arguments.get("reduction", "mean") != "none" or len(arguments["input"].shape) != 2:
         return None
     if arguments["op"] == "multilabel_margin_loss":

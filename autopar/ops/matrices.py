@@ -1,4 +1,4 @@
-"""Linear algebra on one matrix or many: leading dims are cut, a matrix stays whole."""
+"""Linear algebra on one matrix or many: leading dims may be cut, matrices stay whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.sharding.notation import Rule
 
 
 def of_each_matrix(arguments: Mapping[str, Any]) -> Rule:
-    """Each matrix by itself; its own two dims stay whole, and so does what comes of them."""
+    """Leading dims may be cut; the two dims of each matrix stay whole, and so do those of its results."""
     given = next(iter(arguments.values()))
     leading = [f"a{i}" for i in range(len(given.shape) - 2)]
     rows = [
@@ -29,7 +29,7 @@ def of_each_matrix(arguments: Mapping[str, Any]) -> Rule:
 
 
 def solved(arguments: Mapping[str, Any]) -> Rule | None:
-    """A system of equations for each matrix; the right side may be a vector for each."""
+    """Systems of equations: leading dims may be cut; the right side may be a vector for each matrix."""
     first, second = list(arguments.values())[:2]
     matrix, side = (second, first) if arguments["op"] == "cholesky_solve" else (first, second)
     out = arguments["outputs"][0]

@@ -1,4 +1,4 @@
-"""Normalisation: over the last dims, over groups of channels, over the batch."""
+"""Normalisation over the last dims, over groups of channels, or over the batch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def rms_norm(arguments: Mapping[str, Any]) -> Rule:
 
 
 def group_norm(arguments: Mapping[str, Any]) -> Rule:
-    """Rows and groups are cut; the channels of a group and positions stay whole."""
+    """Rows and groups may be cut; the channels of a group and positions stay whole."""
     inside = arguments["input"].shape[1] // arguments["num_groups"]
     c, s = f"(g c:{inside}!)", _spatial(len(arguments["input"].shape), 2, "s")
     return parse(f"n {c} {s}, {c}, {c} -> n {c} {s}", linear="y+z")
 
 
 def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
-    """Statistics are those of the whole batch: where it is cut, the local form exchanges sums.
+    """Batch, channels and positions may be cut in training: the local form sums statistics over the whole batch.
 
-    With running statistics it is a scale of each channel.
+    With running statistics it is a scale of each channel, and positions and batch are cut without a local form.
     """
     training = arguments.get("training", False)
     rank, mark = len(arguments["input"].shape), "^" if training else ""
@@ -52,7 +52,7 @@ def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def instance_norm(arguments: Mapping[str, Any]) -> Rule:
-    """Each row by itself; running statistics are of all rows."""
+    """Rows and channels may be cut; with running statistics, which are of all rows, only channels."""
     s, updates = _spatial(len(arguments["input"].shape), 2, "s"), len(arguments["outputs"]) > 1
     row = f"{'n!' if updates else 'n'} c {s}"
     return parse(
@@ -62,9 +62,9 @@ def instance_norm(arguments: Mapping[str, Any]) -> Rule:
 
 
 def weight_norm(arguments: Mapping[str, Any]) -> Rule:
-    """The dim that keeps its own length is cut.
+    """The dim that keeps its own length may be cut.
 
-    -1 is torch's word for one length of all, which is one number and stays whole.
+    dim=-1, in torch, means one length of all: a single number, and all dims stay whole.
     """
     dim, rank = arguments.get("dim", 0), len(arguments["v"].shape)
     v, g = whole_dims("a", rank), whole_dims("g", len(arguments["g"].shape))
@@ -78,7 +78,7 @@ def _spatial(rank: int, first: int, letter: str) -> str:
 
 
 def statistics_of_all(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """Statistics of the whole batch by exchanged sums, where the batch or positions are cut."""
+    """The local form of batch norm in training, where batch or positions are cut; else None."""
     lies = here.lies(0)
     axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d != 1 for a in order]
     if not axes or not call.arguments.get("training"):

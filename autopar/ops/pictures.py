@@ -1,4 +1,4 @@
-"""Maps of positions: pools, pixel shuffles, interpolation, sampling at places."""
+"""Ops on images: pools, pixel shuffles, interpolation, sampling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.sharding.notation import Rule
 
 
 def mean_of_positions(arguments: Mapping[str, Any]) -> Rule:
-    """A mean of positions is linear."""
+    """Batch and channels may be cut; a mean of positions is linear."""
     return pooled(arguments, "x")
 
 
@@ -28,12 +28,12 @@ def pixel_shuffle(arguments: Mapping[str, Any]) -> Rule:
 
 
 def largest_and_where(arguments: Mapping[str, Any]) -> Rule:
-    """Batch and channels are cut, positions stay whole."""
+    """Batch and channels may be cut, positions stay whole."""
     return pooled(arguments, "")
 
 
 def unpooled(arguments: Mapping[str, Any]) -> Rule:
-    """Batch and channels are cut, positions stay whole; places were counted in each map by itself."""
+    """Batch and channels may be cut, positions stay whole: indices count in each image by itself."""
     rank, spatial = len(arguments["input"].shape), int(arguments["op"][-2])
     leading = [f"a{i}" for i in range(rank - spatial)]
     row = " ".join([*leading, *whole_dims("s", spatial)])
@@ -47,20 +47,20 @@ def pixel_unshuffle(arguments: Mapping[str, Any]) -> Rule:
 
 
 def channel_shuffle(arguments: Mapping[str, Any]) -> Rule:
-    """Channels change places among themselves."""
+    """Channels stay whole, as they are permuted; all other dims may be cut."""
     letters = letters_of(arguments["input"])
     return same_dims(letters, {1}, "x")
 
 
 def grid_sample(arguments: Mapping[str, Any]) -> Rule:
-    """Pictures and channels are cut, and the places that are looked up; the maps stay whole."""
+    """Batch, channels and sampled places may be cut; the positions of images stay whole."""
     spatial = len(arguments["input"].shape) - 2
     maps, places = " ".join(whole_dims("s", spatial)), " ".join(f"p{i}" for i in range(spatial))
     return parse(f"n c {maps}, n {places} xy! -> n c {places}", linear="x")
 
 
 def affine_grid(arguments: Mapping[str, Any]) -> Rule | None:
-    """Its size is a number in the program: what it makes stays whole."""
+    """Nothing is cut, as the size of the result is a constant of the program."""
     spatial = len(arguments["size"]) - 2
     return parse(f"n! r! c! -> n! {' '.join(whole_dims('p', spatial))} xy!", linear="x")
 

@@ -1,4 +1,4 @@
-"""Ops of each element by itself: arithmetic, functions of one number, activations, comparisons."""
+"""Elementwise ops: arithmetic, functions of one number, activations, comparisons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.sharding.notation import Rule
 
 
 def pow(input: Any, exponent: Any) -> Tensor:
-    """A power; either may be a number."""
+    """A power; base or exponent may be a number."""
     return torch.pow(input, exponent)
 
 
@@ -29,12 +29,12 @@ def polygamma(input: Tensor, n: int) -> Tensor:
 
 
 def rounded(input: Tensor, decimals: int = 0) -> Tensor:
-    """To the nearest, after so many decimals."""
+    """Rounding to the nearest number of so many decimals."""
     return torch.round(input, decimals=decimals) if decimals else torch.round(input)
 
 
 def where(condition: Tensor, input: Any, other: Any) -> Tensor:
-    """One or the other; either may be a number."""
+    """Elements of one or the other operand; either may be a number."""
     return torch.where(condition, input, other)
 
 
@@ -44,35 +44,35 @@ def to(input: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def identity(input: Tensor) -> Tensor:
-    """A value with several consumers passes through here: one conversion serves them all."""
+    """The value itself: a node that stands behind a value with several consumers, so that one conversion serves all."""
     return input
 
 
 def div(arguments: Mapping[str, Any]) -> Rule:
-    """A quotient that is rounded is not linear."""
+    """Division is linear in the first operand, unless it is rounded."""
     return parse("..., ... -> ...", linear="" if arguments.get("rounding_mode") else "x")
 
 
 def to_rule(arguments: Mapping[str, Any]) -> Rule:
-    """A cast from or to whole numbers is not linear."""
+    """A cast between floating-point dtypes is linear; one from or to integers is not."""
     floats = all("float" in str(dtype) for dtype in (arguments["input"].dtype, arguments["dtype"]))
     return parse("... -> ...", linear="x" if floats else "")
 
 
 def masked_fill(arguments: Mapping[str, Any]) -> Rule:
-    """Filling with zeros is linear."""
+    """Filling is linear where the number is zero."""
     return parse("..., ..., ... -> ...", linear="x" if arguments["value"] in (0, 0.0, False) else "")
 
 
 def prelu(arguments: Mapping[str, Any]) -> Rule:
-    """One slope, or one for each channel."""
+    """The slope is one number and stays whole, or one per channel and may be cut with them."""
     letters = letters_of(arguments["input"])
     slope = "one!" if arguments["weight"].shape in ((), (1,)) else letters[1]
     return parse(f"{' '.join(letters)}, {slope if arguments['weight'].shape else ''} -> {' '.join(letters)}")
 
 
 def numbered(name: str) -> dict[str, Any]:
-    """Facts of arithmetic: a number beside the tensor has another time, a broadcast operand is summed."""
+    """Facts of arithmetic: a number as other operand is timed apart, a broadcast operand's gradient is summed."""
 
     def timed(arguments: Mapping[str, Any]) -> str:
         return f"{name} number" if isinstance(arguments.get("other"), (int, float)) else name
@@ -89,12 +89,12 @@ def work_of_product(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) ->
 
 
 def timed_power(arguments: Mapping[str, Any]) -> str:
-    """A square takes less time than other powers."""
+    """Name of the time: a square takes less than other powers."""
     return "pow 2" if arguments.get("exponent") == 2 else "pow"
 
 
 def timed_gelu(arguments: Mapping[str, Any]) -> str:
-    """The approximation has a time of its own."""
+    """Name of the time: the tanh approximation is timed apart."""
     return "gelu tanh" if arguments.get("approximate") == "tanh" else "gelu"
 
 
@@ -107,7 +107,7 @@ PAIR = "input:T, other:T"
     *(T.cpu, TO_COPY),
 )
 def cast(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """A cast by any name is one to the dtype of its result."""
+    """Read casts by any name as one to the dtype of the result."""
     return (OPS["to"], {"input": args[0], "dtype": result.dtype}) if isinstance(result, Tensor) else None
 
 

@@ -18,7 +18,7 @@ from autopar.sharding.placement import local_shape
 
 
 def einsum(equation: str, operands: Sequence[Any]) -> Tensor:
-    """A sum of products, spelled by letters."""
+    """A sum of products, spelled by an equation."""
     return torch.einsum(equation, *operands)
 
 
@@ -31,25 +31,25 @@ def matmul(arguments: Mapping[str, Any]) -> Rule:
 
 
 def addmm(arguments: Mapping[str, Any]) -> Rule:
-    """A product and a matrix, a vector or one number that is added."""
+    """A product plus a matrix, a vector or a number."""
     rank = len(arguments["input"].shape)
     return parse(f"{' '.join(['m', 'n'][2 - rank :])}, m k, k n -> m n", linear="x+y, x+z")
 
 
 def batched(arguments: Mapping[str, Any]) -> Rule:
-    """Products of a batch and what is added, broadcast; `addbmm` adds them over the batch too."""
+    """Batched products plus a term that is broadcast; `addbmm` also sums the products over the batch."""
     out = ["b", "m", "n"] if arguments["op"] == "baddbmm" else ["m", "n"]
     added = out[len(out) - len(arguments["input"].shape) :]
     return parse(f"{' '.join(added)}, b m k, b k n -> {' '.join(out)}", linear="x+y, x+z")
 
 
 def addmv(arguments: Mapping[str, Any]) -> Rule:
-    """A product with a vector and a vector, or one number, that is added."""
+    """A matrix-vector product plus a vector or a number."""
     return parse(f"{'m' if arguments['input'].shape else ''}, m k, k -> m", linear="x+y, x+z")
 
 
 def addr(arguments: Mapping[str, Any]) -> Rule:
-    """An outer product and what is added, broadcast."""
+    """An outer product plus a term that is broadcast."""
     return parse(
         "..., m, n -> m n".replace("...", " ".join(["m", "n"][2 - len(arguments["input"].shape) :])), linear="x+y, x+z"
     )
@@ -58,7 +58,7 @@ def addr(arguments: Mapping[str, Any]) -> Rule:
 def einsum_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """The equation is the rule; dots are leading dims, aligned from the right.
 
-    A letter twice in one operand (a diagonal) and lists of numbers have none.
+    None for a letter twice in one operand (a diagonal), and for equations as lists of numbers.
     """
     if not isinstance(arguments["equation"], str) or not all(hasattr(t, "shape") for t in arguments["operands"]):
         return None
@@ -79,14 +79,14 @@ def einsum_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def _spelled(piece: str, dots: int) -> list[str]:
-    """The factors of one operand of an equation: its letters, and its dots counted from the right."""
+    """The factors of one operand of an equation: its letters, and its dots numbered from the right."""
     before, _, after = piece.partition("...")
     leading = [f"dot{i}" for i in reversed(range(dots))] if "..." in piece else []
     return [*before, *leading, *after]
 
 
 def convolution(arguments: Mapping[str, Any]) -> Rule:
-    """Batch, input channels (a sum) and output channels are cut; with groups, batch and groups.
+    """Batch, input channels (a sum) and output channels may be cut; with groups, batch and groups.
 
     Positions stay whole.
     """
@@ -100,7 +100,7 @@ def convolution(arguments: Mapping[str, Any]) -> Rule:
 
 
 def timed_convolution(arguments: Mapping[str, Any]) -> str:
-    """Windows that lie apart are the rows of one product, as points are, and have times of their own."""
+    """Name of the time: windows of one point, and windows that do not overlap, run as plain products."""
     kernel, stride = arguments["weight"].shape[2:], arguments.get("stride", 1)
     steps = [stride] * len(kernel) if isinstance(stride, int) else list(stride)
     if all(size == 1 for size in kernel):
@@ -110,7 +110,10 @@ def timed_convolution(arguments: Mapping[str, Any]) -> str:
 
 
 def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
-    """The same; a weight has its input channels first. Groups stay together."""
+    """Batch, input channels (a sum) and output channels may be cut; with groups, only the batch.
+
+    The weight has its input channels first.
+    """
     given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
     n, here, kernel, there = _convolved(given, weight)
     if groups == 1:
@@ -119,14 +122,14 @@ def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
 
 
 def _convolved(given: Any, weight: Any) -> tuple[str, str, str, str]:
-    """The batch dim, if there is one, and the positions of a convolution's input, weight and output."""
+    """The batch dim, or "" where there is none, and the positions of a convolution's input, weight and output."""
     spatial = len(weight.shape) - 2
     here, kernel, there = (" ".join(whole_dims(x, spatial)) for x in "skt")
     return "n" if len(given.shape) == spatial + 2 else "", here, kernel, there
 
 
 def grouped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The op with fewer groups, where groups of channels are cut."""
+    """The local form of an op by groups of channels: the op with fewer groups, where these are cut; else None."""
     name = "groups" if "groups" in call.arguments else "num_groups"
     groups = call.arguments.get(name, 1)
     given = call.arguments["input"].shape
@@ -140,7 +143,7 @@ def grouped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def in_one_list(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
-    """einsum(equation, [x, y]) is einsum(equation, x, y)."""
+    """Turn einsum(equation, [x, y]) into einsum(equation, x, y)."""
     operands = arguments["operands"]
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         arguments["operands"] = tuple(operands[0])
@@ -148,7 +151,7 @@ def in_one_list(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dic
 
 
 def last_of_linear(call: OpCall) -> str:
-    """With a bias it is one op of torch, which makes the gradient of what it is added to first."""
+    """The operand whose gradient is made last: with a bias, torch's one op makes that of the input first."""
     return "input" if call.arguments.get("bias") is None else "weight"
 
 

@@ -1,4 +1,4 @@
-"""Recurrent modules: their weights come as one list."""
+"""Recurrent layers, whose weights come as one list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.sharding.notation import Rule
 
 
 def recurrent(arguments: Mapping[str, Any]) -> Rule | None:
-    """Each row of the batch by itself; time and features stay whole."""
+    """The batch may be cut; time and features stay whole. None for packed sequences."""
     given = arguments["input"]
     if not isinstance(arguments["params"], (tuple, list)) or isinstance(given, (tuple, list)) or len(given.shape) != 3:
         return None

@@ -18,7 +18,7 @@ from autopar.sharding.notation import Rule
 
 
 def spread(name: str) -> Callable[..., Any]:
-    """Variance or deviation; `correction` is taken from the count."""
+    """Variance or standard deviation; `correction` is subtracted from the count."""
 
     def call(input: Tensor, dim: Any = None, correction: float = 1, keepdim: bool = False) -> Any:
         return getattr(torch, name)(input, dim, correction=correction, keepdim=keepdim)
@@ -28,7 +28,7 @@ def spread(name: str) -> Callable[..., Any]:
 
 
 def sum_(arguments: Mapping[str, Any]) -> Rule:
-    """A summed dim may be cut and leaves P(sum); kept, it is a dim of size one in the output."""
+    """A summed dim may be cut and leaves P(sum); with keepdim it has size one in the output."""
     rank = len(arguments["input"].shape)
     dims = arguments.get("dim")
     dims = range(rank) if dims is None else (dims,) if isinstance(dims, int) else dims
@@ -39,36 +39,36 @@ def sum_(arguments: Mapping[str, Any]) -> Rule:
 
 
 def reduction_of_parts(arguments: Mapping[str, Any]) -> Rule:
-    """Reduced dims may be cut: the local form exchanges what the parts came to."""
+    """Reduced dims may be cut: the local form reduces partial results over devices."""
     return reduced(arguments, "^")
 
 
 def reduced_whole(arguments: Mapping[str, Any]) -> Rule:
-    """Reduced dims stay whole: these are no sums. Without a dim, everything is reduced."""
+    """Reduced dims stay whole, as these are no sums; without a dim all are reduced."""
     return reduced(arguments, "!")
 
 
 def picked(arguments: Mapping[str, Any]) -> Rule:
-    """The last dim is searched where none is named."""
+    """The searched dim stays whole; it is the last where none is named."""
     return reduced(arguments, "!", -1)
 
 
 def scanned(arguments: Mapping[str, Any]) -> Rule:
-    """Every dim may be cut but the one that is scanned."""
+    """Every dim may be cut except the one that is scanned."""
     letters, gone = letters_of(arguments["input"]), dims_of(arguments)
     row = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
     return parse(f"{row} -> {', '.join([row] * len(arguments['outputs']))}")
 
 
 def renorm(arguments: Mapping[str, Any]) -> Rule:
-    """Each slice along the dim has a length of its own."""
+    """The kept dim may be cut: each slice along it is normalised by itself."""
     kept = dims_of(arguments)
     letters = letters_of(arguments["input"])
     return same_dims(letters, set(range(len(letters))) - kept)
 
 
 def along_of_two(arguments: Mapping[str, Any]) -> Rule | None:
-    """Two operands, broadcast; the dim along which they meet stays whole."""
+    """Two operands, broadcast; the dim along which they are combined stays whole."""
     first, second = list(arguments.values())[:2]
     rank = max(len(first.shape), len(second.shape))
     if rank == 0:
@@ -82,7 +82,7 @@ def along_of_two(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def quantile(arguments: Mapping[str, Any]) -> Rule:
-    """The dim that is searched stays whole; several quantiles stand in front."""
+    """The searched dim stays whole; several quantiles make a new first dim."""
     letters, gone = letters_of(arguments["input"]), dims_of(arguments)
     asked = ["q!"] if getattr(arguments["q"], "shape", ()) else []
     kept = [i for i in range(len(letters)) if i not in gone or arguments.get("keepdim")]
@@ -93,17 +93,17 @@ def quantile(arguments: Mapping[str, Any]) -> Rule:
 
 
 def along(arguments: Mapping[str, Any]) -> Rule:
-    """Every dim may be cut but the one that it runs along."""
+    """Every dim may be cut except those along which the op runs."""
     return same_dims(letters_of(arguments["input"]), dims_of(arguments, 1 if arguments["op"] == "normalize" else None))
 
 
 def along_and_linear(arguments: Mapping[str, Any]) -> Rule:
-    """The same, where sums pass."""
+    """Every dim may be cut except those along which the op runs, which is linear."""
     return same_dims(letters_of(arguments["input"]), dims_of(arguments), "x")
 
 
 def changed_along(arguments: Mapping[str, Any]) -> Rule:
-    """One dim stays whole, and may come out with another size."""
+    """One dim stays whole, and may have another size in the output."""
     letters = letters_of(arguments["input"])
     if not letters:  # of one number there is nothing to choose
         return parse(f" -> {', '.join([''] * len(arguments['outputs']))}")
@@ -114,7 +114,7 @@ def changed_along(arguments: Mapping[str, Any]) -> Rule:
 
 
 def diff(arguments: Mapping[str, Any]) -> Rule:
-    """Neighbours are needed; what is put before or after is put there whole."""
+    """The dim of differences stays whole, and so do the tensors that are prepended or appended."""
     letters, gone = letters_of(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
 
     def row(name: str) -> str:
@@ -125,7 +125,7 @@ def diff(arguments: Mapping[str, Any]) -> Rule:
 
 
 def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The reduction of a part, exchanged, where a reduced dim is cut."""
+    """The local form of a reduction whose reduced dim is cut: partial results, reduced over devices; else None."""
     lies, gone = here.lies(0), dims_of(call.arguments)
     axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d in gone for a in order]
     if not axes:
@@ -136,7 +136,7 @@ def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def _translates_spread(name: str, *functions: Any) -> None:
-    """var(x, False), var(x, 1, False, True) and var(x, dim=1, correction=0) are one op."""
+    """Read var(x, False), var(x, 1, False, True) and var(x, dim=1, correction=0) as one op."""
 
     @translates(*functions)
     def translated(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
@@ -158,7 +158,7 @@ def spread_arguments(
     correction: float | None = None,
     axis: Any = None,
 ) -> dict[str, Any]:
-    """The arguments of a variance or deviation, of which torch has three signatures."""
+    """The canonical arguments of a variance or deviation, for which torch has three signatures."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dim = axis if dim is None else dim
@@ -177,13 +177,13 @@ def spread_arguments(
 
 @translates(torch.min, T.min)
 def least(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """min(a, b) is a minimum, min(x) the value without its place."""
+    """Read min(a, b) as minimum, and min(x) as amin."""
     return _extreme(args, kwargs, "amin", torch.minimum)
 
 
 @translates(torch.max, T.max)
 def largest(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """max(a, b) is a maximum, max(x) the value without its place."""
+    """Read max(a, b) as maximum, and max(x) as amax."""
     return _extreme(args, kwargs, "amax", torch.maximum)
 
 
@@ -196,14 +196,14 @@ def _extreme(args: tuple[Any, ...], kwargs: Mapping[str, Any], of_all: str, of_t
 
 
 def with_dim(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
-    """The dim that torch guesses where a softmax names none."""
+    """Add the dim that torch guesses where a softmax names none."""
     if arguments.get("dim") is None:
         arguments["dim"] = 0 if arguments["input"].dim() in (0, 1, 3) else 1
     return op, arguments
 
 
 def with_dims(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dict[str, Any]]:
-    """All dims, where the result keeps them: torch asks for them there."""
+    """Add all dims where the result keeps them, as torch needs them then."""
     if "dim" not in arguments and ("keepdim" in arguments or op.name == "logsumexp"):
         given = arguments["input"]
         arguments = {"input": given, "dim": tuple(range(given.dim())) if given.dim() else 0, **arguments}

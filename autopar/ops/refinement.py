@@ -1,6 +1,8 @@
-"""The rule of a view: dims of two shapes that hold the same numbers are products of the factors of both.
+"""The rule of a view: dims of both shapes are products of common factors.
 
-f32[6, 4] -> f32[2, 12]        (f2:2 f1:3+) f0 -> f2 (f1:3 f0:4)
+For example, with factors f0, f1 and f2:
+
+    f32[6, 4] -> f32[2, 12]        (f2:2 f1:3+) f0 -> f2 (f1:3 f0:4)
 """
 
 from __future__ import annotations
@@ -16,9 +18,7 @@ from autopar.sharding.notation import Rule
 
 
 def view_rule(arguments: Mapping[str, Any]) -> Rule:
-    """Dims of both shapes are products of the factors of their common refinement.
-
-    Where there is none, they stay whole.
+    """The rule of a view, by the common refinement of both shapes; dims without one stay whole.
 
     In a first dim that is flattened, (batch, sequence, ...), the sequence may be cut inside each batch.
     """
@@ -40,7 +40,7 @@ def view_rule(arguments: Mapping[str, Any]) -> Rule:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """The smallest groups of dims of two shapes that hold the same numbers."""
+    """The smallest groups of dims of two shapes with equal products."""
     i = j = 0
     while i < len(before) or j < len(after):
         a, b = i, j
@@ -55,7 +55,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[Seque
 
 
 def _products(dims: Sequence[int]) -> Iterator[int]:
-    """The sizes of the last dim, of the last two, and so on."""
+    """Products of the last dim, of the last two, and so on."""
     return itertools.accumulate(reversed(dims), operator.mul)
 
 

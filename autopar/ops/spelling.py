@@ -1,4 +1,4 @@
-"""Words for rules that depend on a call: the letters of a tensor's dims, and the dims that an argument names."""
+"""Helpers for rules that depend on a call: letters of a tensor's dims, and the dims that an argument names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def letters_of(tensor: Any) -> list[str]:
 
 
 def whole_dims(prefix: str, count: int) -> list[str]:
-    """So many dims that stay whole, named by a prefix."""
+    """Letters of `count` dims that stay whole."""
     return [f"{prefix}{i}!" for i in range(count)]
 
 
 def dims_of(arguments: Mapping[str, Any], default: int | None = None) -> set[int]:
-    """The dims that a call names; all, where it names none."""
+    """The dims that a call names; all where it names none."""
     rank = len(arguments["input"].shape)
     named = arguments.get("dim", arguments.get("dims", default))
     if named is None:
@@ -31,13 +31,13 @@ def dims_of(arguments: Mapping[str, Any], default: int | None = None) -> set[int
 
 
 def same_dims(letters: list[str], whole: set[int], linear: str = "") -> Rule:
-    """A rule of one operand that keeps its dims, of which some stay whole."""
+    """The rule of an op with one operand that keeps its dims, of which `whole` stay whole."""
     text = " ".join(f"{a}!" if i in whole else a for i, a in enumerate(letters))
     return parse(f"{text} -> {text}", linear=linear)
 
 
 def reduced(arguments: Mapping[str, Any], mark: str, default: int | None = None) -> Rule:
-    """A rule that marks the reduced dims: all, where the call names none and `default` is None."""
+    """The rule of a reduction, with a mark on reduced dims: all where the call names none and `default` is None."""
     letters, gone = letters_of(arguments["input"]), dims_of(arguments, default)
     left = " ".join(f"{a}{mark}" if i in gone else a for i, a in enumerate(letters))
     kept = [i for i in range(len(letters)) if i not in gone or arguments.get("keepdim")]
@@ -46,9 +46,9 @@ def reduced(arguments: Mapping[str, Any], mark: str, default: int | None = None)
 
 
 def pooled(arguments: Mapping[str, Any], linear: str) -> Rule:
-    """A rule of pictures: batch and channels are cut, positions stay whole.
+    """The rule of an op on images: batch and channels may be cut, positions stay whole.
 
-    The op's name says how many those are, the rank whether there is a batch.
+    The op's name says how many positions there are, the rank whether there is a batch.
     """
     rank = len(arguments["input"].shape)
     spatial = int(re.findall(r"(\d)d", arguments["op"])[0]) if arguments["op"] != "interpolate" else rank - 2

@@ -18,16 +18,16 @@ from autopar.sharding.notation import Rule
 
 
 def index(input: Tensor, index: Any) -> Tensor:
-    """x[index], where index holds tensors or steps; plain ranges are spelled out.
+    """x[index], where the index holds tensors or steps; other indices are replaced by views while tracing.
 
-    A tensor of one number is an index like others, as in aten, and no question for the number, as in Python.
+    A scalar tensor is an index like others, as in ATen; Python would read its value.
     """
     places = _places(index)
     return input[index] if places is None else torch.ops.aten.index.Tensor(input, places)
 
 
 def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
-    """A copy with another value at [index]."""
+    """A copy of the input with another value at [index]."""
     if (places := _places(index)) is not None:
         put = value.to(input.dtype) if isinstance(value, Tensor) else input.new_full((), value)
         return torch.ops.aten.index_put.default(input, places, put)
@@ -37,7 +37,7 @@ def setitem(input: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def _places(index: Any) -> list[Tensor | None] | None:
-    """The index as aten takes it, where a tensor of one number is in it."""
+    """The index as ATen takes it, where it has a scalar tensor; else None."""
     items = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(item, Tensor) and not item.dim() for item in items):
         return None
@@ -45,7 +45,7 @@ def _places(index: Any) -> list[Tensor | None] | None:
 
 
 def scatter(input: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
-    """A copy with entries of src, or one number, at positions along a dim."""
+    """A copy with entries of `src`, or a number, at positions along a dim."""
     return torch.scatter(input, dim, index, src)
 
 
@@ -55,7 +55,7 @@ def index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = Fa
 
 
 def embedding(arguments: Mapping[str, Any]) -> Rule | None:
-    """The vocabulary is cut behind a mask. Counting tokens for the gradient needs them all."""
+    """The vocabulary may be cut behind a mask; scaling gradients by token counts needs it, and all tokens, whole."""
     if arguments.get("max_norm") is not None:
         return None
     if arguments.get("scale_grad_by_freq"):
@@ -66,7 +66,7 @@ def embedding(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def rows_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """A look-up in this device's part of the vocabulary, where it is cut."""
+    """The local form of a look-up in this device's part of the vocabulary; None where it is whole."""
     lies = here.lies(1)
     if 0 not in lies.cuts:
         return None
@@ -78,7 +78,7 @@ def rows_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def index_rule(arguments: Mapping[str, Any]) -> Rule | None:
-    """x[:, i] and x[:, ::2]: dims that are looked into stay whole, all others may be cut."""
+    """Dims that are looked into stay whole, all others may be cut: x[:, i] and x[:, ::2]."""
     if (places := _stepped(arguments["input"], arguments["index"])) is not None:
         return parse(f"{', '.join(map(' '.join, places[:-1]))} -> {' '.join(places[-1])}", linear="x")
     found = _looked_into(arguments["input"], arguments["index"], "")
@@ -88,7 +88,7 @@ def index_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
-    """x[:, i] = v: every device writes all places of its part."""
+    """Every device writes all places of its own part: x[:, i] = v."""
     found = _looked_into(arguments["input"], arguments["index"], "!")
     if found is None:
         return None
@@ -104,9 +104,9 @@ def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
-    """The letters of x[:, 1::2, 3, None], whose index holds no tensor.
+    """Letters of x[:, 1::2, 3, None], whose index holds no tensor; None for any other.
 
-    A row for the dims of x, an empty one for each entry of the index, and one for the dims that are left.
+    There is one row for the dims of x, an empty one for each entry of the index, and one for the dims of the result.
     """
     if isinstance(index, list):  # places to pick, not a place in each dim
         return None
@@ -125,7 +125,7 @@ def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
 
 
 class IndexLetters(NamedTuple):
-    """The letters of x[:, i, j, ...]."""
+    """Letters of x[:, i, j, ...], whose index holds tensors."""
 
     tensor: list[str]  # of the dims of x
     operands: str  # of the tensors in the index, with an empty row for each other entry
@@ -134,11 +134,11 @@ class IndexLetters(NamedTuple):
 
 
 def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
-    """The letters of x[:, i, j, ...], whose index holds tensors among ranges; None for any other.
+    """Letters of x[:, i, j, ...], whose index holds tensors among ranges; None for any other.
 
-    Tensors are broadcast together; their dims stand where they do when they are neighbours, and in front when they are
-    not. A number beside them chooses before they look up: a graph that was captured has none there. A mask stands
-    alone, for all of its dims.
+    Tensors are broadcast together; their dims stand in their place where they are neighbours, else in front. Integers
+    beside them select before they look up, so a captured graph has none there. A mask stands alone, for all of its
+    dims.
     """
     if isinstance(index, list) and not any(hasattr(e, "dtype") for e in index):
         return None
@@ -174,7 +174,7 @@ def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
 
 
 def _holds_tensors_and_ranges(index: Sequence[Any]) -> bool:
-    """Are the entries of an index tensors, ranges and new dims, and a mask alone among ranges?"""
+    """Whether an index holds only tensors, ranges and new dims, or one mask among ranges."""
     if any(isinstance(e, (bool, int, list, tuple)) for e in index):
         return False
     places = [e for e in index if hasattr(e, "dtype")]
@@ -186,14 +186,14 @@ def _is_mask(entry: Any) -> bool:
 
 
 def _dims_taken(entry: Any) -> int:
-    """The number of dims of a tensor that an entry of its index is for."""
+    """Number of dims of a tensor that an entry of its index consumes."""
     if _is_mask(entry):
         return len(entry.shape)
     return 0 if entry is None or entry is ... else 1
 
 
 def _opened(index: Sequence[Any], rank: int) -> list[Any]:
-    """The entries of an index, with a range for each dim that it does not speak of."""
+    """The entries of an index, with a full range for each dim that it does not mention."""
     missing = [slice(None)] * (rank - sum(map(_dims_taken, index)))
     at = next((i for i, e in enumerate(index) if e is ...), len(index))
     return [*index[:at], *missing, *index[at + 1 :]]
@@ -222,7 +222,7 @@ def index_select(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
-    """Other dims are cut where all agree in size."""
+    """Dims other than the scattered one may be cut where all operands agree in size."""
     given, index, source = arguments["input"].shape, arguments["index"].shape, getattr(arguments["src"], "shape", None)
     if not given or len(given) != len(index) or (source is not None and len(source) != len(given)):
         return None
@@ -240,7 +240,7 @@ def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def _where_sizes_agree(agree: Sequence[bool], prefix: str) -> list[str]:
-    """The dims of a tensor, one letter where all tensors agree in size, whole and of its own elsewhere."""
+    """Letters of a tensor's dims: a common one where all tensors agree in size, else its own, which stays whole."""
     return [f"a{i}" if same else f"{prefix}{i}!" for i, same in enumerate(agree)]
 
 
@@ -249,7 +249,7 @@ def one_hot(arguments: Mapping[str, Any]) -> Rule:
 
 
 def indexed(arguments: Mapping[str, Any]) -> Rule | None:
-    """The dim that is looked into stays whole, and so does the index; beside it both are cut alike."""
+    """The dim that is looked into stays whole, and so does the index; other dims are cut alike."""
     given, source = arguments["input"], arguments.get("source", arguments.get("value"))
     rank = len(given.shape)
     if rank == 0:
@@ -270,14 +270,14 @@ def indexed(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def index_put_rule(arguments: Mapping[str, Any]) -> Rule | None:
-    """One tensor of places, or a mask, among dims that stay as they are."""
+    """As for setitem: one tensor of places, or a mask, among dims that stay as they are."""
     said = tuple(slice(None) if i is None else i for i in arguments["indices"])
     found = setitem_rule({"input": arguments["input"], "index": said, "value": arguments["values"]})
     return None if found is None else parse(found.text, linear=found.linear)
 
 
 def scatter_reduce(arguments: Mapping[str, Any]) -> Rule | None:
-    """Other dims are cut where all agree in size."""
+    """Dims other than the scattered one may be cut where all operands agree in size."""
     given, index, source = (arguments[n].shape for n in ("input", "index", "src"))
     if not given or not len(given) == len(index) == len(source):
         return None
@@ -288,13 +288,13 @@ def scatter_reduce(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def take(arguments: Mapping[str, Any]) -> Rule:
-    """Places count through the whole tensor; where they are looked up may be cut."""
+    """The input stays whole, as places count through all of it; the places that are looked up may be cut."""
     here = " ".join(letters_of(arguments["index"]))
     return parse(f"{' '.join(whole_dims('in', len(arguments['input'].shape)))}, {here} -> {here}", linear="x")
 
 
 def take_along_dim(arguments: Mapping[str, Any]) -> Rule | None:
-    """As gather, where both have the same dims beside the one that is looked along."""
+    """As for gather, where both have the same dims beside the one that is looked along."""
     given, index, dim = arguments["input"].shape, arguments["indices"].shape, arguments.get("dim")
     if dim is None or len(given) != len(index) or not given:
         return None
@@ -314,7 +314,7 @@ def take_along_dim(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def searchsorted(arguments: Mapping[str, Any]) -> Rule | None:
-    """One sorted row for all values, or one for each row of them."""
+    """Values and leading dims may be cut; each sorted row stays whole."""
     rows, values = arguments["sorted_sequence"], arguments.get("input")
     shape = getattr(values, "shape", None)
     if shape is None or arguments.get("sorter") is not None:
@@ -327,22 +327,19 @@ def searchsorted(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def bucketize(arguments: Mapping[str, Any]) -> Rule | None:
-    """Boundaries stay whole; each value is looked up by itself."""
+    """Values may be cut; boundaries stay whole."""
     return parse("..., b! -> ...")
 
 
 def isin(arguments: Mapping[str, Any]) -> Rule | None:
-    """The list that is looked in stays whole; each element is looked up by itself."""
+    """Elements may be cut; the list that is searched stays whole."""
     if any(not hasattr(arguments[n], "shape") for n in ("elements", "test_elements")):
         return None
     return parse(f"..., {' '.join(whole_dims('t', len(arguments['test_elements'].shape)))} -> ...")
 
 
 def embedding_bag(arguments: Mapping[str, Any]) -> Rule | None:
-    """Features are cut, and bags that are rows.
-
-    The table stays whole, and so do tokens whose bags are said by offsets.
-    """
+    """Features may be cut, and bags that are rows; the table stays whole, and so do tokens in bags by offsets."""
     if arguments.get("max_norm") is not None:  # it writes to the table
         return None
     is_rows = len(arguments["input"].shape) == 2
@@ -359,7 +356,7 @@ def embedding_bag(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def masked_scatter(arguments: Mapping[str, Any]) -> Rule | None:
-    """The n-th place of the mask takes the n-th number: all of it counts."""
+    """None: the n-th place of the mask takes the n-th number, so nothing can be cut."""
     return None
 
 

@@ -1,9 +1,9 @@
-"""Values on an axis of time: rows of one turn, and numbers that turns add up.
+"""Ops on the axis of time: the rows of one turn, and numbers that turns add up.
 
     turn, once, total    of the micro-batches of a call, which are turns of a whole program
     chunk, added_up      of a region of it, which runs on some rows at a time
 
-No model spells them: passes write them into a graph (`autopar/turns`).
+No model calls them: passes write them into a graph (`autopar/turns`).
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from autopar.sharding.notation import Rule
 
 
 def turn(input: Tensor, dim: int, turns: int, size: int) -> Tensor:
-    """The rows of the first turn, of each block of so many along a dim."""
+    """The rows of the first turn along a dim, out of each block of `size` rows."""
     return some_rows(input, dim, turns, size).clone()
 
 
 def once(input: Tensor, turns: int) -> Tensor:
-    """The value in the first turn; zeros in the others."""
+    """The value in the first turn, as here; its local form gives zeros in the others."""
     return input.clone()
 
 
 def total(input: Tensor) -> Tensor:
-    """The sum over turns, of one turn."""
+    """The sum over turns, here of one turn."""
     return input.clone()
 
 
 def rows_now(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The rows of the turn that runs."""
+    """The local form of `turn`: the rows of the current turn."""
     return forms.rows_of_turn, kwargs
 
 
 def in_first_turn(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The value, or zeros, as the turn that runs says."""
+    """The local form of `once`: the value in the first turn, zeros in the others."""
     return forms.value_of_first_turn, kwargs
 
 
 def some_rows(input: Tensor, dim: int, chunks: int, size: int) -> Tensor:
-    """A copy of the rows of the first chunk, of each block of so many along a dim."""
+    """A copy of the rows of the first chunk along a dim, out of each block of `size` rows."""
     shape = [n // chunks if d == dim else n for d, n in enumerate(input.shape)]
     return input.unflatten(dim, (-1, size)).narrow(dim + 1, 0, size // chunks).reshape(shape).clone()
 
 
 def sum_of_chunks(input: Tensor) -> Tensor:
-    """The sum over chunks, of one chunk."""
+    """The sum over chunks, here of one chunk."""
     return input.clone()
 
 
 def rows_of_blocks(arguments: Mapping[str, Any]) -> Rule:
-    """Every other dim is as it was, and blocks of rows too; the rows of a block stay whole."""
+    """The rows of a block stay whole; blocks of rows and all other dims may be cut."""
     shape, dim, size = arguments["input"].shape, arguments["dim"], arguments["size"]
     blocks = shape[dim] // size
     before, after = (
@@ -69,12 +69,12 @@ def rows_of_blocks(arguments: Mapping[str, Any]) -> Rule:
 
 
 def as_one_chunk(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """One of the chunks, which tracing sees."""
+    """The local form of `chunk`: the one chunk that tracing sees."""
     return chunk, {"x": kwargs["input"], **{k: kwargs[k] for k in ("dim", "chunks", "size")}}
 
 
 def as_a_sum(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The sum of all chunks, of which tracing sees one."""
+    """The local form of `added_up`: the sum of all chunks, of which tracing sees one."""
     return added_up, {"x": kwargs["input"]}
 
 

@@ -1,4 +1,4 @@
-"""Shapes: views, ranges, repetitions, and what puts tensors together."""
+"""Ops on shapes: views, ranges, repetitions, concatenations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def view(input: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def contiguous(input: Tensor) -> Tensor:
-    """The same numbers in memory order."""
+    """The same numbers in contiguous memory."""
     return input.contiguous()
 
 
@@ -34,12 +34,12 @@ def narrow(input: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 
 def split(input: Tensor, sections: tuple[int, ...], dim: int = 0) -> tuple[Tensor, ...]:
-    """Ranges of one dim, end to end."""
+    """Consecutive ranges of one dim."""
     return input.split(sections, dim)
 
 
 def expand(input: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Dims of size 1, and new dims in front, repeated without a copy."""
+    """Dims of size 1, and new leading dims, repeated without a copy."""
     return input.expand(size)
 
 
@@ -49,7 +49,7 @@ def repeat(input: Tensor, repeats: Sequence[int]) -> Tensor:
 
 
 def tile(input: Tensor, dims: Sequence[int]) -> Tensor:
-    """The tensor, repeated along its last dims: counts may be fewer than dims, which `repeat` refuses."""
+    """The tensor, repeated along its last dims: repeats may be fewer than dims, which `repeat` refuses."""
     return torch.tile(input, tuple(dims))
 
 
@@ -64,7 +64,7 @@ def copy(input: Tensor, source: Tensor) -> Tensor:
 
 
 def transpose(arguments: Mapping[str, Any]) -> Rule:
-    """The same dims in another order."""
+    """All dims may be cut; they come out in another order."""
     letters = letters_of(arguments["input"])
     order = list(range(len(letters)))
     if "dims" in arguments:
@@ -76,7 +76,7 @@ def transpose(arguments: Mapping[str, Any]) -> Rule:
 
 
 def split_rule(arguments: Mapping[str, Any]) -> Rule | None:
-    """The parts stand end to end in the operand: cut together, each by itself."""
+    """The parts stand end to end in the operand: they are cut together, each by itself."""
     if 0 in arguments["sections"]:
         return None
     letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
@@ -132,7 +132,7 @@ def expand_rule(arguments: Mapping[str, Any]) -> Rule:
 
 
 def stack(arguments: Mapping[str, Any]) -> Rule:
-    """A new dim, which stays whole."""
+    """The new dim stays whole; all others may be cut."""
     tensors = arguments["tensors"]
     letters, rank = letters_of(tensors[0]), len(tensors[0].shape) + 1
     dim = arguments.get("dim", 0) % rank
@@ -171,13 +171,13 @@ def repeat_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def triangle(arguments: Mapping[str, Any]) -> Rule:
-    """The last two dims stay whole: both say which entries stay."""
+    """The last two dims stay whole, as both say which entries are kept."""
     rank = len(arguments["input"].shape)
     return same_dims(letters_of(arguments["input"]), {rank - 2, rank - 1}, "x")
 
 
 def diagonal(arguments: Mapping[str, Any]) -> Rule:
-    """The two dims of the diagonal stay whole, whether it is taken out or put there."""
+    """The two dims of the diagonal stay whole, whether it is read or written."""
     letters, rank = letters_of(arguments["input"]), len(arguments["input"].shape)
     gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
     row = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
@@ -190,7 +190,7 @@ def diagonal(arguments: Mapping[str, Any]) -> Rule:
 
 
 def put(arguments: Mapping[str, Any]) -> Rule:
-    """The dim along which something is put stays whole."""
+    """The dim along which values are written stays whole."""
     letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
     row = [f"{a}!" if i == dim else a for i, a in enumerate(letters)]
     source = (
@@ -202,13 +202,13 @@ def put(arguments: Mapping[str, Any]) -> Rule:
 
 
 def copy_rule(arguments: Mapping[str, Any]) -> Rule:
-    """The target is overwritten: what it holds does not matter, nor whether it is a sum."""
+    """All dims may be cut; the op is linear in the source alone, as the target is overwritten."""
     floats = all("float" in str(arguments[x].dtype) for x in ("input", "source"))
     return parse("..., ... -> ...", linear="y" if floats else "")
 
 
 def diag_embed(arguments: Mapping[str, Any]) -> Rule:
-    """The last dim becomes a diagonal of two new ones; the others keep their order."""
+    """The last dim stays whole and becomes a diagonal of two new dims; others may be cut."""
     given, rank = arguments["input"].shape, len(arguments["outputs"][0].shape)
     new = {arguments.get("dim1", -2) % rank, arguments.get("dim2", -1) % rank}
     leading = iter([f"a{i}" for i in range(len(given) - 1)])
@@ -217,7 +217,7 @@ def diag_embed(arguments: Mapping[str, Any]) -> Rule:
 
 
 def rot90(arguments: Mapping[str, Any]) -> Rule:
-    """The two dims that turn stay whole."""
+    """The two dims that are rotated stay whole."""
     rank = len(arguments["input"].shape)
     return (
         same_dims(letters_of(arguments["input"]), {d % rank for d in arguments.get("dims", (0, 1))}, "x")
@@ -227,7 +227,7 @@ def rot90(arguments: Mapping[str, Any]) -> Rule:
 
 
 def unfold_rule(arguments: Mapping[str, Any]) -> Rule | None:
-    """Windows along one dim, which stays whole."""
+    """The dim of windows stays whole; all others may be cut."""
     letters = letters_of(arguments["input"])
     if not letters:
         return None
@@ -238,7 +238,7 @@ def unfold_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def columns(arguments: Mapping[str, Any]) -> Rule:
-    """Pictures are cut; their channels and positions go together."""
+    """Only the batch may be cut: channels and positions go together."""
     given, made = len(arguments["input"].shape), len(arguments["outputs"][0].shape)
     batched = given == (4 if arguments["op"] == "im2col" else 3)
     first = ["n"] if batched else []
@@ -251,7 +251,7 @@ ONE = "... -> ..."
 
 @translates(T.view)
 def bits_as(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """x.view(dtype) reads the same bits as other numbers: an op of its own."""
+    """Read x.view(dtype), which reinterprets bits, as an op of its own."""
     dtypes = any(isinstance(a, torch.dtype) for a in args)
     return by_own_name(T.view, args, kwargs) if dtypes else None
 

@@ -1,10 +1,10 @@
-"""A page about a plan: one file without network, for a browser.
+"""Write a page about a plan: one file for a browser, without network access.
 
-    page.html, page.css, page.js     the page, which draws what its data say
+    page.html, page.css, page.js     the page, which draws its data
     uPlot.*                          the library that draws charts (MIT)
     cytoscape*                       the library that draws graphs, and its layout in layers (MIT)
 
-`data_of` is all that the page shows, as JSON; nothing is computed in the browser but what is seen of it.
+`data_of` is all that the page shows, as JSON; the browser only computes what part of it is visible.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FILES = {
 
 
 def write_report(plan: Plan, path: str | Path, budgets: int = 0) -> Path:
-    """Write the page."""
+    """Write the page to `path`; with `budgets`, it shows step times over so many memory budgets."""
     page = _file("page.html")
     for mark, name in _FILES.items():
         page = page.replace(mark, _file(name))
@@ -45,7 +45,7 @@ def write_report(plan: Plan, path: str | Path, budgets: int = 0) -> Path:
 
 
 def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
-    """All that the page shows, as JSON can hold it."""
+    """All that the page shows, as values for JSON."""
     is_here = plan.search is not None and not plan.search.is_over
     times, held = plan.line() if is_here else ([], {})
     known = plan.search.known_beside if plan.search is not None else None
@@ -75,7 +75,7 @@ def _file(name: str) -> str:
 
 
 def _step(plan: Plan) -> dict[str, list[Any]]:
-    """The events of the predicted step: of each its place as a number, its lane, part, beginning and seconds."""
+    """Events of the predicted step: place as a number, lane, part, begin and duration in seconds."""
     events = plan.timeline().events
     places = {place: i for i, place in enumerate(dict.fromkeys(event.place for event in events))}
     rows = [[places[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)] for e in events]
@@ -83,12 +83,12 @@ def _step(plan: Plan) -> dict[str, list[Any]]:
 
 
 def _short(seconds: float) -> float:
-    """Seven digits: a picture shows no more, and a page is sent about."""
+    """Seconds with seven digits: a picture shows no more, and pages are sent around."""
     return float(f"{seconds:.7g}")
 
 
 def _parameters(plan: Plan) -> list[list[Any]]:
-    """Parameters that lie alike in a row: name, count, sharding, bytes of all in full."""
+    """Rows of parameters that are stored alike: name, count, sharding, bytes of all in full."""
     rows: dict[tuple[str, str], list[int]] = {}
     for name, sharding in plan.parameters.items():
         stored = sharding.text(plan.mesh.axes) + (" (regathered)" if name in plan.regathered else "")
@@ -97,7 +97,7 @@ def _parameters(plan: Plan) -> list[list[Any]]:
 
 
 def _places(plan: Plan, groups: list[list[str]], is_here: bool) -> list[dict[str, Any]]:
-    """Places that decide alike, in the order of the step: name, count, op, choice, seconds, and all that is known."""
+    """Places that decide alike, in the order of the step, with name, count, op, choice, seconds and explanation."""
     arriving: dict[str, list[float]] = {}
     for c in plan.conversions:
         arriving.setdefault(c.target, []).append(c.seconds)
@@ -125,6 +125,6 @@ def _places(plan: Plan, groups: list[list[str]], is_here: bool) -> list[dict[str
 
 
 def _curve(plan: Plan, budgets: int) -> list[list[float]]:
-    """Budgets, step times and bounds, where a plan was found."""
+    """Budgets, step times and bounds, for budgets with a plan."""
     points = [p for p in plan.curve(budgets) if math.isfinite(p.step_time_s)]
     return [[p.budget, p.step_time_s, p.lower_bound_s] for p in points]

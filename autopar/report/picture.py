@@ -12,7 +12,7 @@ _ENDS = ("input", "output", "update")  # places of no cost, where values come in
 
 
 def alike(plan: Plan) -> list[list[str]]:
-    """The ops that decide alike, layers together, in the order of the step."""
+    """Groups of ops that decide alike, equal layers together, in the order of the step."""
     groups: dict[Any, list[str]] = {}
     for name, d in plan.decisions.items():
         if d.kind == "op":
@@ -21,15 +21,15 @@ def alike(plan: Plan) -> list[list[str]]:
 
 
 def cuts(plan: Plan, name: str) -> list[str]:
-    """The placement of a place's first output on each axis: `R`, `S0`, `P`."""
+    """Placement of a place's first output on each axis: `R`, `S0`, `P`."""
     return list(map(_first, values(plan.decisions[name].flows()).placements))
 
 
 def drawn(plan: Plan, groups: list[list[str]]) -> dict[str, list[Any]]:
-    """Nodes and values: the groups first, by their places in the page's table, then inputs and outputs.
+    """Nodes and lines of the graph: the groups first, in the order of the page's table, then inputs and outputs.
 
-    A value says its source and target, how it lies, its shape, its conversions and their seconds, and whether it goes
-    to a later layer of the same kind.
+    A line has its source and target, how the value lies, its shape, conversions and their seconds, and whether it goes
+    back to an earlier node, which is a later layer of the same kind.
     """
     nodes = [[folded(members[0]), k] for k, members in enumerate(groups)]
     of = {name: k for k, members in enumerate(groups) for name in members}

@@ -1,13 +1,13 @@
-"""Ranks of one job agree before one of them does something else than before: runs another program, lowers, saves.
+"""Let the ranks of a job agree before any of them deviates: runs another program, lowers, saves.
 
-    agree       a rank that is about to writes so into the job's store, and waits until all ranks have written the same;
-                where they write different things it is a letter on every rank
+    agree       a rank that is about to deviate writes so into the job's store, and waits until all ranks have written
+                the same; where they write different things, every rank raises a letter
     wait_for    a rank that runs on as before writes nothing, and so pays nothing. It may be waiting in a collective to
                 which the others do not come: a wait that lasts looks into the store
 
-Ranks count their calls since the last agreement alike. A rank that waits in a call which another has not begun, while
-that other asks, will never be asked: it writes so into the store, and both have their letter. What is in flight by then
-cannot be called back, so every later call is that letter, too.
+All ranks count their calls since the last agreement. If a rank waits in a call that another has not begun, while that
+other asks for an agreement, they would wait forever: the first writes so into the store, and both raise a letter.
+Collectives in flight by then cannot be called back, so every later call raises that letter, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.letters import Disagreement, Letter, Lost
 from autopar.runtime import last_words
 from autopar.runtime.private import job_store
 
-_PATIENCE = timedelta(seconds=1)  # that a wait lasts before it looks into the store
+_PATIENCE = timedelta(seconds=1)  # how long a wait lasts before it looks into the store
 _BEGINS, _ASKS, _RUNS, _IS_DONE = range(4)  # where in a call a rank is
 _ADVICE = (
     "the same calls, modes, attributes, hooks and shapes on every rank; save_pretrained on all, or with state_dict="
@@ -35,20 +35,20 @@ _ADVICE = (
 
 @dataclass(slots=True)
 class Standing:
-    """The place of this rank among the others of its job."""
+    """How far this rank is, in agreements and calls, compared with the other ranks of its job."""
 
-    store: Any = None  # the job's, for which this was written
-    agreements: int = 0  # so many it has come to
-    calls: int = 0  # so many it has begun since the last one
+    store: Any = None  # the job's store, by which a new job is told from the last
+    agreements: int = 0  # number of agreements so far
+    calls: int = 0  # number of calls begun since the last agreement
     where: int = _IS_DONE
-    is_patient: bool = False  # does this thread wait in collectives?
+    is_patient: bool = False  # whether this thread itself waits in collectives
     limit_s: float = 600.0
     broken: Letter | None = None  # ranks have parted ways for good
     written: list[str] = field(default_factory=list)  # keys of the last agreement
 
     @property
     def place(self) -> int:
-        """Grows along a rank's program."""
+        """A number that grows along the program of a rank."""
         return 4 * self.calls + self.where
 
 
@@ -56,7 +56,7 @@ _HERE = Standing()
 
 
 def _standing() -> Standing | None:
-    """This rank's, where ranks are processes that wait for one another."""
+    """State of this rank; None where ranks are not processes that wait for one another."""
     if not dist.is_initialized() or dist.get_backend() not in ("gloo", "nccl") or dist.get_world_size() == 1:
         return None
     if _HERE.store is not (store := job_store()):  # another world than before
@@ -66,12 +66,12 @@ def _standing() -> Standing | None:
 
 
 def wait_at_most(seconds: float) -> None:
-    """For ranks that do not come to an agreement."""
+    """Set the seconds that a rank waits for others to come to an agreement."""
     _HERE.limit_s = seconds
 
 
 def begin_call() -> None:
-    """This rank calls a parallel model."""
+    """Note that this rank calls a parallel model; raises the letter of an agreement that has failed for good."""
     here = _standing()
     _HERE.is_patient = here is not None and dist.get_backend() == "gloo"  # with NCCL it is a GPU that waits
     if here is not None:
@@ -81,14 +81,14 @@ def begin_call() -> None:
 
 
 def run_program() -> None:
-    """It has found the program of this call, and runs it."""
+    """Note that this rank has found the program of its call and runs it."""
     _HERE.where = _RUNS
 
 
 def agree(what: object, said: str, is_call: bool = True) -> None:
-    """Wait until all ranks are about to do `what`; a letter on all of them where some are not.
+    """Wait until all ranks are about to do `what`; raise a letter on all of them where some are not.
 
-    `said` tells it to a person.
+    `said` is text that says what this rank is about to do.
     """
     here = _standing()
     if here is None:
@@ -114,7 +114,7 @@ def agree(what: object, said: str, is_call: bool = True) -> None:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a collective; where that takes long, look whether another rank asks for something else."""
+    """Wait for a collective; if that takes long, check whether another rank asks for an agreement."""
     if work is None:
         return
     if not _HERE.is_patient:
@@ -134,7 +134,7 @@ def wait_for(work: Any) -> None:
 
 
 def _look(here: Standing) -> None:
-    """Does another rank ask for something that this one has passed by?"""
+    """Raise where another rank asks for an agreement that this rank has passed by, or where a verdict is out."""
     store, k = here.store, here.agreements
     if store.check([_key(k, "verdict")]):
         differ, is_final = json.loads(store.get(_key(k, "verdict")))
@@ -149,7 +149,7 @@ def _look(here: Standing) -> None:
 
 
 def _await_verdict(here: Standing, said: str) -> None:
-    """Wait until all ranks have come, one has said that it never will, or time is up."""
+    """Wait until the verdict is out; raise where a rank has failed, or where time is up."""
     store, k, end = here.store, here.agreements, time.monotonic() + here.limit_s
     has_asked = False
     while True:
@@ -177,7 +177,7 @@ def _await_verdict(here: Standing, said: str) -> None:
 
 
 def _judge(store: Any, k: int, differ: str, is_final: bool) -> None:
-    """The first to judge is right."""
+    """Write the verdict, unless another rank has written one."""
     if store.add(_key(k, "judges"), 1) == 1:
         store.set(_key(k, "verdict"), json.dumps([differ, is_final]))
 
@@ -189,7 +189,7 @@ def _letter(here: Standing, differ: str, is_final: bool) -> Disagreement:
 
 
 def _tidy(here: Standing, k: int, mine: str) -> None:
-    """Delete the keys of the last agreement but one: all have read them."""
+    """Delete this rank's keys of the agreement before this one, which all ranks have read."""
     for key in here.written:
         here.store.delete_key(key)
     names = (0, mine, "came", "judges", "asked", "verdict") if dist.get_rank() == 0 else (dist.get_rank(),)

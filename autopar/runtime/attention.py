@@ -1,13 +1,13 @@
-"""Causal attention of a part of the queries, without a mask: what a query sees is told by which keys it is given.
+"""Causal attention of a part of the queries, without a mask: what a query sees follows from the keys that it is given.
 
     keys        0 ......... start ......... start + queries ......... keys
     they see    all of these  | these up to their own place |  none of these
 
-The keys before the part are seen by all of its queries (one call, without a mask), those at the part's own places up to
-the diagonal (one causal call of a square, which every kernel serves); the two results are weighed by the log-sum-exps
-of their rows. Queries that stand behind the last key see all keys. Backward is that of each call, from the *merged*
-output and log-sum-exp: with them a call's weights are those of the whole row, so its gradients are its share of the
-whole's. It keeps queries, keys, values, output and one number a row.
+All queries of the part see the keys before it (one call, without a mask), and those at the part's own places up to the
+diagonal (one causal call of a square, which every kernel supports); the two results are merged by the log-sum-exps of
+their rows. Queries behind the last key see all keys. Backward is that of each call, from the *merged* output and
+log-sum-exp: with them a call's weights are those of the whole row, so that its gradients add up to those of the whole.
+Queries, keys, values, output and one number per row are saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUPED = ("cpu", "flash")  # kernels that take fewer heads of keys than of quer
 def causal_attention_part(
     query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor:
-    """Causal attention of queries of which the first stands at `start`; key and value are whole."""
+    """Causal attention of queries whose first stands at place `start`; key and value are whole."""
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     given = _with_batch_and_heads(query, key, value, enable_gqa)
     out: Tensor = CausalAttentionPart.apply(*given, start, factor)
@@ -37,17 +37,14 @@ def causal_attention_part(
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
-    """The dims before rows and width of the result: those of all three, broadcast.
-
-    The heads of grouped ones are the queries'.
-    """
+    """The dims of the result before rows and width: those of all three, broadcast, with the heads of the queries."""
     if not grouped:
         return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))))
     return (*torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value))), query.shape[-3])
 
 
 def _with_batch_and_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> list[Tensor]:
-    """The three with four dims, as kernels take them: batch, heads, rows, width."""
+    """Query, key and value with four dims, as kernels take them: batch, heads, rows, width."""
     leading = _leading(query, key, value, grouped)
     found = []
     for x in (query, key, value):
@@ -63,7 +60,7 @@ def _with_batch_and_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bo
 class Rows:
     """Queries `first` to `last` of a part, and the ranges of keys that they see.
 
-    (from, to, up to the diagonal only).
+    Each range is (from, to, whether it is causal: up to the diagonal only).
     """
 
     first: int
@@ -72,9 +69,9 @@ class Rows:
 
 
 def rows_of(start: int, queries: int, keys: int) -> list[Rows]:
-    """The keys that the queries of a part see: its first rows those before it and a square of its own.
+    """Split the queries of a part by the keys that they see.
 
-    Rows behind the last key see all keys.
+    The first group sees the keys before it and a causal square of its own; queries behind the last key see all keys.
     """
     before = min(start, keys)
     own = min(queries, keys - before)
@@ -88,9 +85,9 @@ def rows_of(start: int, queries: int, keys: int) -> list[Rows]:
 
 
 class CausalAttentionPart(torch.autograd.Function):
-    """Calls on ranges of keys, merged by the log-sum-exps of their rows.
+    """Attention calls on ranges of keys, merged by the log-sum-exps of their rows.
 
-    Of kernels that give none there is an opened form, whose scores live for one call.
+    Where no kernel gives log-sum-exps, attention is written out, and the scores live for one call.
     """
 
     @staticmethod
@@ -108,7 +105,7 @@ class CausalAttentionPart(torch.autograd.Function):
             outs.append(out)
             sums.append(log_sum)
         out, log_sum = _joined(outs), _joined(sums, -1)
-        if out.shape[-1] != value.shape[-1]:  # without what made the widths one
+        if out.shape[-1] != value.shape[-1]:  # drop the padding of widths
             out = out[..., : value.shape[-1]].clone()
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.start, ctx.scale, ctx.kernel = start, scale, kernel
@@ -149,9 +146,9 @@ class CausalAttentionPart(torch.autograd.Function):
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The attention of rows over two ranges of keys, and its log-sum-exp.
+    """Attention over two ranges of keys, merged, with its log-sum-exp.
 
-    The sums are of the dtype of accumulation, and so are the weights.
+    Log-sum-exps and weights have the dtype of accumulation.
     """
     log_sum = torch.logaddexp(one[1], other[1])
     weights = [(part[1] - log_sum).exp().unsqueeze(-1) for part in (one, other)]
@@ -159,9 +156,9 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Filled up with zeros, which add nothing to a score and give columns that are cut off again.
+    """The tensors padded with zeros to one width, on a GPU a multiple of 8, with elements of a row side by side.
 
-    Kernels want one width, on a GPU a multiple of 8, whose numbers stand side by side.
+    Kernels need this. Zeros add nothing to a score, and give columns of the result that are cut off again.
     """
     width = max(x.shape[-1] for x in tensors)
     if tensors[0].device.type == "cuda":
@@ -183,14 +180,14 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _reaching(parts: Sequence[Tensor], rows: int) -> Tensor:
-    """Gradients of ranges that follow each other from the first key, and zeros for the keys behind them."""
+    """Concatenate gradients of consecutive ranges of keys from the first key, with zeros for the keys behind them."""
     missing = rows - sum(p.shape[-2] for p in parts)
     zeros = [parts[0].new_zeros(*parts[0].shape[:-2], missing, parts[0].shape[-1])] if missing else []
     return _joined([*parts, *zeros])
 
 
 def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exps of one call."""
+    """Output and log-sum-exps of one attention call."""
     if call.kernel in GROUPED:
         return fused_attention(call, query, key, value)
     key, value = _by_head(key, query), _by_head(value, query)
@@ -204,7 +201,7 @@ def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
 def _attend_backward(
     call: AttentionCall, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One call's share of the gradients of query, key and value, from whole rows' log-sum-exps."""
+    """One call's share of the gradients of query, key and value, from the log-sum-exps of whole rows."""
     if call.kernel in GROUPED:
         return fused_attention_backward(call, gradient, query, key, value, out, log_sum)
     groups, key, value = key.shape[1], _by_head(key, query), _by_head(value, query)
@@ -228,10 +225,10 @@ def _scores(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _by_head(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values for every head: each of theirs serves a group of the queries'."""
+    """Keys or values repeated so that there is one for every head of the queries."""
     return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 def _by_group(gradient: Tensor, groups: int) -> Tensor:
-    """The adjoint of `_by_head`."""
+    """The adjoint of `_by_head`: gradients summed over the query heads that share a key or value."""
     return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)

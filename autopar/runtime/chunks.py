@@ -1,7 +1,7 @@
-"""A region of a program that runs on some rows at a time: its ends, as they are traced.
+"""Ops that mark the ends of a region which runs on some rows at a time, for tracing.
 
     chunk       the rows of one chunk;  its backward, `unchunk`, puts the gradient of the rows back in their place
-    added_up    the sum over chunks of a number that each has;  its backward, `seed`, hands on the gradient
+    added_up    the sum over chunks of a number that each has;  its backward, `seed`, passes the gradient on
 
 Tracing sees one chunk. `codegen/joint_passes.py` then writes the region out once for each.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @torch.library.custom_op("autopar::chunk", mutates_args=())
 def chunk(x: Tensor, dim: int, chunks: int, size: int) -> Tensor:
-    """The rows of one of the chunks along a dim, of each block of so many."""
+    """The rows of one chunk along a dim, out of each block of `size` rows."""
     raise AssertionError("a region is written out before it runs")
 
 
@@ -27,7 +27,7 @@ def _(x: Tensor, dim: int, chunks: int, size: int) -> Tensor:
 
 @torch.library.custom_op("autopar::unchunk", mutates_args=())
 def unchunk(gradient: Tensor, dim: int, chunks: int, size: int) -> Tensor:
-    """The gradient of a value, from that of the rows of each of its chunks."""
+    """The gradient of a whole value, from those of the rows of its chunks."""
     raise AssertionError("a region is written out before it runs")
 
 
@@ -38,7 +38,7 @@ def _(gradient: Tensor, dim: int, chunks: int, size: int) -> Tensor:
 
 @torch.library.custom_op("autopar::added_up", mutates_args=())
 def added_up(x: Tensor) -> Tensor:
-    """The sum over chunks of what each has."""
+    """The sum of a value over all chunks."""
     raise AssertionError("a region is written out before it runs")
 
 
@@ -49,7 +49,7 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("autopar::seed", mutates_args=())
 def seed(gradient: Tensor) -> Tensor:
-    """The gradient of what each chunk has, which is that of the sum."""
+    """The gradient of each chunk's value, equal to that of the sum."""
     raise AssertionError("a region is written out before it runs")
 
 

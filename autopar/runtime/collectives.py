@@ -1,13 +1,12 @@
-"""Collectives and local steps as emitted programs call them, over torch.distributed (NCCL on GPUs, gloo on CPUs).
+"""Collectives and local steps that emitted programs call, over torch.distributed (NCCL on GPUs, gloo on CPUs).
 
-Each takes what a device holds and the mesh axis, and returns a new tensor: no step writes to its operand. `dim`s come
+Each takes what a device holds and the mesh axis, and returns a new tensor: no step writes to its operand. A `dim` comes
 with the size that the dim has when the axis does not cut it, because the last parts may be smaller: parts are padded to
 one size inside the collective, and the padding never leaves it.
 
 `convert` is what the local program holds before it is differentiated: the steps forward, and those of the gradient
-backward. The two are each other's adjoint pair only together with the strategies at both ends, which is why no step has
-a backward of its own. Tracing the joint graph turns it into two `convert`s; `codegen/joint_passes.py` then writes out
-their steps.
+backward. The two are adjoint only together with the strategies at both ends, which is why no step has a backward of its
+own. Tracing the joint graph turns it into two `convert`s; `codegen/joint_passes.py` then writes out their steps.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class Axis:
     group: Any  # its process group
 
 
-TIME = "time"  # the axis of the turns in which a batch passes
+TIME = "time"  # name of the axis of turns
 
 
 @dataclass(slots=True, eq=False)
 class Turns:
-    """The axis of time: so many turns of one device, and the one that runs."""
+    """The axis of time: its number of turns on one device, and the turn that runs."""
 
     size: int
     index: int = 0
@@ -64,10 +63,7 @@ Blocks = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """Several tensors as one: what is sent, and how what arrives becomes tensors again.
-
-    Who has packed a tensor need not hold it any longer.
-    """
+    """Several tensors packed as one, and a function that unpacks what arrives; the tensors may be freed meanwhile."""
 
     flat: Tensor
     unpack: Callable[[Tensor], list[Tensor]]
@@ -75,7 +71,7 @@ class Message:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A collective under way: what it reads and writes lives as long as this, and `finish` makes results of it."""
+    """A collective under way: it keeps the memory that the collective reads and writes until `finish`."""
 
     work: Any
     sent: Tensor | None
@@ -84,7 +80,7 @@ class Pending:
 
 
 def finish(pending: Pending) -> list[Tensor]:
-    """Wait for a collective; on a GPU only what is computed after it waits."""
+    """Wait for a collective and unpack its results; on a GPU only later kernels wait, not the host."""
     if pending.work is not None:
         wait_for(pending.work)
     pending.work = pending.sent = None
@@ -108,7 +104,7 @@ def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Message:
 
 
 def _summed(flat: Tensor) -> Tensor:
-    """The same memory as numbers that can be added up: truth values are 0 and 1."""
+    """The same memory in a dtype that can be summed: bool as uint8."""
     return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
 
@@ -179,7 +175,7 @@ def begin_reduce_scatter(message: Message, axis: Axis) -> Pending:
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """P(sum) -> R"""
+    """P(sum) -> R, by an all-reduce."""
     return all_reduce_bucket([x], axis)[0]
 
 
@@ -189,14 +185,14 @@ def all_reduce_bucket(xs: list[Tensor], axis: Axis) -> list[Tensor]:
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """P(max) -> R"""
+    """P(max) -> R, by an all-reduce."""
     y = x.clone(memory_format=torch.contiguous_format)
     wait_for(dist.all_reduce(y, dist.ReduceOp.MAX, group=axis.group, async_op=True))
     return y
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
-    """S(dim) -> R"""
+    """S(dim) -> R, by an all-gather."""
     return all_gather_bucket([x], axis, [dim], [size], [blocks])[0]
 
 
@@ -208,7 +204,7 @@ def all_gather_bucket(
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
-    """P(sum) -> S(dim)"""
+    """P(sum) -> S(dim), by a reduce-scatter."""
     return reduce_scatter_bucket([x], axis, [dim], [size], [blocks])[0]
 
 
@@ -222,7 +218,7 @@ def reduce_scatter_bucket(
 def all_to_all(
     x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks, to_dim: int, to_size: int, to_blocks: Blocks
 ) -> Tensor:
-    """S(dim) -> S(to_dim)"""
+    """S(dim) -> S(to_dim), by an all-to-all."""
     step, to_step = -(-size // axis.size), -(-to_size // axis.size)
     padded = _padded(_padded(_by_parts(x, to_dim, axis.size, to_blocks), dim, step), to_dim, to_step * axis.size)
     # [receiver, ..., step, ..., to_step, ...]; a stack of pictures whose channels lie last would lie so too
@@ -240,7 +236,7 @@ def all_to_all(
 
 
 def slice(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
-    """R -> S(dim)"""
+    """R -> S(dim), without communication."""
     return (
         _by_parts(x, dim, axis.size, blocks)
         .narrow(dim, part_start(x, axis, size, on_host=True), _length(size, axis))
@@ -249,23 +245,23 @@ def slice(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Te
 
 
 def lodge(x: Tensor, axis: Axis) -> Tensor:
-    """R -> P(sum): the first rank keeps the value, the others hold zeros."""
+    """R -> P(sum), without communication: the first rank keeps the value, the others hold zeros."""
     return torch.where(
         torch.full((), axis.index, device=x.device) == 0, x, x.new_zeros(())
     ).contiguous()  # not a product: 0 times inf is nan
 
 
 def part_start(like: Tensor, axis: Axis, size: int, on_host: bool = False) -> Any:
-    """The start of this rank's part of a dim, as a number or as a tensor beside `like`."""
+    """Start of this rank's part of a dim, as a tensor on the device of `like`, or as a number where `on_host`."""
     step = -(-size // axis.size)
     start = step * axis.index if size % axis.size == 0 else part(size, axis.size, axis.index)[0]
     return start if on_host else torch.full((), start, dtype=torch.int64, device=like.device)
 
 
 def _by_parts(x: Tensor, dim: int, parts: int, blocks: Blocks) -> Tensor:
-    """Reorder a dim so that its plain parts are the blocked ones.
+    """Reorder a dim cut by blocks so that each rank's part is contiguous.
 
-    First part of every block, second part of every block, ...
+    The order is the first part of every block, the second part of every block, and so on.
     """
     if not blocks:
         return x
@@ -322,9 +318,9 @@ BEGIN: dict[str, Callable[..., Pending]] = {
     "autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )  # so tagged, it is never computed while tracing, though its operand is a constant
 def convert(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "") -> Tensor:
-    """A change of sharding by `forward` steps, those of its gradient, and the `shape` that it leaves.
+    """Change the sharding by `forward` steps, with `backward` steps for the gradient; `shape` is that of the result.
 
-    With a `dtype` it is also a cast, which comes before the steps, forward and backward.
+    With a `dtype` it is also a cast, before the steps in forward and in backward.
     """
     raise AssertionError("a convert is written out as collectives before it runs")
 
@@ -341,7 +337,7 @@ def _remember(ctx: Any, inputs: tuple[Tensor, str, str, list[int], str], output:
 
 
 def _backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-    if gradient is None:  # of no value that is read, such as a norm of order 0
+    if gradient is None:  # nothing that depends on the value has a gradient, such as a norm of order 0
         return None, None, None, None, None
     return convert(gradient, ctx.backward_steps, ctx.forward_steps, ctx.shape, ctx.dtype), None, None, None, None
 
@@ -351,7 +347,7 @@ convert.register_autograd(_backward, setup_context=_remember)
 
 @torch.library.custom_op("autopar::start", mutates_args=())
 def start(like: Tensor, axis: str, size: int) -> Tensor:
-    """`part_start`, before the axis is bound."""
+    """`part_start` for an axis that is not bound yet."""
     raise AssertionError("a start is bound to its axis before it runs")
 
 

@@ -1,7 +1,7 @@
 """CTC loss of each sequence, as an op whose shapes do not depend on lengths.
 
-torch's own reads the lengths to shape what it keeps for its backward. Here the lengths are read where the op runs,
-forward and backward, and backward works the sums over paths out again.
+torch's own op reads the lengths to shape what it saves for backward. Here lengths are read when the op runs, in forward
+and in backward, and backward recomputes the sums over paths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def ctc_losses(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """The negative log-likelihood of each sequence; with `zero_infinity` an infinite one has no gradient."""
+    """Negative log-likelihood of each sequence; with `zero_infinity` an infinite one has no gradient."""
     if log_probs.shape[1] == 0:
         return log_probs.new_zeros(0)
     lengths = input_lengths.tolist(), target_lengths.tolist()
@@ -54,7 +54,7 @@ def ctc_gradient(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of the log-probabilities, from those of the losses."""
+    """Gradient of the log-probabilities from the gradients of the losses."""
     if log_probs.shape[1] == 0:
         return torch.zeros_like(log_probs)
     given = log_probs, targets.contiguous(), input_lengths.tolist(), target_lengths.tolist()

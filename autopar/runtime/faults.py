@@ -1,9 +1,8 @@
-"""When a rank is lost: whoever notices says in which call it was, and who did not answer.
+"""Errors for a lost rank: every rank that notices says in which call it was, and which ranks did not answer.
 
-A collective that fails or runs out of time fails on every rank that waits. Each of them writes down in the job's store
-where it stood, gives the others a moment to do so, and raises a letter that names those who have not: they hang or are
-gone. A rank whose own code raises inside the model writes that down first, so that the others tell its error and not
-theirs.
+A collective that fails or times out fails on every rank that waits. Each of them writes into the job's store where it
+stood, gives the others a moment to do so, and raises a letter that names those who have not: they hang or are gone. A
+rank whose own code raises inside the model writes that first, so that the others report its error and not their own.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SIGNS = (
 
 
 def limit(mesh: DeviceMesh, seconds: float) -> None:
-    """No collective on these axes, and no agreement, waits longer."""
+    """Set the longest wait of collectives on these axes, and of agreements, in seconds."""
     wait_at_most(seconds)
     if dist.get_backend() in ("gloo", "nccl"):
         for axis in range(mesh.ndim):
@@ -45,7 +44,7 @@ def limit(mesh: DeviceMesh, seconds: float) -> None:
 
 @contextlib.contextmanager
 def naming_the_lost(where: str) -> Iterator[None]:
-    """Around what runs collectives."""
+    """Turn errors of collectives in the block into letters that name the lost ranks."""
     last_words.begin()
     try:
         yield
@@ -62,7 +61,7 @@ def naming_the_lost(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_the_lacking(where: str) -> Iterator[None]:
-    """Around what runs ops, of which some turn out there to be missing: in a dtype that `precision=` chose, say."""
+    """Turn NotImplementedError in the block into a letter: a dtype that `precision=` chose may lack an op, say."""
     try:
         yield
     except NotImplementedError as e:
@@ -74,7 +73,7 @@ def naming_the_lacking(where: str) -> Iterator[None]:
 
 
 def _lost(where: str, error: Exception) -> Lost:
-    """A letter that names who did not answer."""
+    """A letter that names the ranks that did not answer, or that raised an error."""
     me, first = dist.get_rank(), str(error).splitlines()[0][:200] if str(error) else ""
     last_words.say(f"waited in {where}")
     heard: dict[int, str] = {}

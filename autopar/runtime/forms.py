@@ -1,10 +1,11 @@
-"""Local forms: ops that compute something else on a part than on the whole, or whose random draws go by position.
+"""Local forms: functions for ops that compute something else on a part than on the whole, or that draw by position.
 
     embedding_part            the vocabulary is cut: a token that lies elsewhere looks up zero
     cross_entropy_part        the classes are cut: maximum and sum are reduced, the target's logit counts where it lies
-    amax_part, logsumexp_part  what is reduced is cut: what the parts came to is exchanged
+    amax_part, logsumexp_part  the reduced dim is cut: partial results are reduced over devices
     dropout_by_position       the mask is a function of the place in the whole tensor; so are all draws that follow
-    attention_by_position     attention with dropout, opened; without, where queries are cut: runtime/attention.py
+    attention_by_position     attention with dropout, written out; without it, where queries are cut:
+                              runtime/attention.py
     arange_part               a count that begins where the part does
 
 `cuts` name the axes that cut a dim, major first, each with the size of the dim before it.
@@ -27,7 +28,7 @@ from autopar.runtime.sampling import gamma_at, poisson_at
 
 
 def literal(data: Any, dtype: torch.dtype, device: str) -> Tensor:
-    """A constant that the model writes out: torch.tensor([1, 2])."""
+    """A constant that the model writes out, such as torch.tensor([1, 2])."""
     return torch.tensor(data, dtype=dtype, device=device)
 
 
@@ -36,10 +37,10 @@ def embedding_part(input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int |
     place = input - start_of(weight, cuts)
     here = (place >= 0) & (place < weight.shape[0])
     rows = F.embedding(torch.where(here, place, 0), weight)
-    if padding_idx is not None:  # that row is read, and trains not
+    if padding_idx is not None:  # that row is read, but gets no gradient
         rows = torch.where((input != padding_idx).unsqueeze(-1), rows, rows.detach())
     words = cuts[0][1] if cuts else weight.shape[0]
-    # a number that is no word: torch raises an error on the host; on a device of many this is what can be said
+    # an index out of range: torch raises an error on the host; one device of several can only give NaN
     none = torch.where((input < 0) | (input >= words), torch.nan, 0.0).to(weight.dtype)
     elsewhere = reduced(none, "lodge", [axis for axis, _ in cuts])  # one device counts it
     return torch.where(here.unsqueeze(-1), rows, elsewhere.unsqueeze(-1))
@@ -54,9 +55,9 @@ def cross_entropy_part(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The sum over targets that count, less what other devices of the axis add: P(sum).
+    """Summed cross entropy of this device's part of the classes; the sum over devices is the loss: P(sum).
 
-    `classes` of them there are in all.
+    `classes` is the number of all classes.
     """
     axes, e = [axis for axis, _ in cuts], label_smoothing
     top = reduced(input.detach().amax(1, keepdim=True), "all_reduce_max", axes)
@@ -80,7 +81,7 @@ def cross_entropy_part(
     loss = torch.where(counts, log_sum * of_all, 0) - torch.where(here, picked * of_target, 0)
     if spread is not None:
         loss = loss - torch.where(counts, spread * (e / classes), 0)
-    # a target that is no class: torch raises an error on the host; on a device of many this is what can be said
+    # a target out of range: torch raises an error on the host; one device of several can only give NaN
     is_none = counts & ((target < 0) | (target >= classes))
     return (loss + torch.where(is_none, torch.nan, 0.0).to(loss.dtype)).sum()
 
@@ -88,9 +89,9 @@ def cross_entropy_part(
 def amax_part(
     input: Tensor, axes: Sequence[str], dim: Any = None, keepdim: bool = False, least: bool = False
 ) -> Tensor:
-    """The largest (or least) of what all devices of the axes hold.
+    """Maximum (or minimum, with `least`) over what all devices of the axes hold.
 
-    Its gradient goes in equal shares to all that are it, as torch's does.
+    The gradient is shared equally among all elements that attain it, as torch does.
     """
     dims = list(range(input.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     floats = input.is_floating_point()
@@ -99,17 +100,17 @@ def amax_part(
     value = top = reduced(signed.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
     if floats:
         mine = signed.detach() == top
-        # a maximum over devices passes over what is no number, and a sum does not
+        # a maximum over devices may drop a NaN, which a sum keeps
         counted = torch.where(signed.detach().isnan(), torch.nan, mine.to(input.dtype))
         count = reduced(counted.sum(dims, keepdim=True), "all_reduce", axes)
-        slope = torch.where(mine & signed.isfinite(), signed - signed.detach(), 0)  # zero, and has the gradient
+        slope = torch.where(mine & signed.isfinite(), signed - signed.detach(), 0)  # zero, but carries the gradient
         value = top + slope.sum(dims, keepdim=True) / count
     value = (-value if least else value).to(input.dtype)
     return value if keepdim else value.squeeze(dims)
 
 
 def logsumexp_part(input: Tensor, axes: Sequence[str], dim: Any, keepdim: bool = False) -> Tensor:
-    """log sum exp of what all devices of the axes hold."""
+    """log(sum(exp)) over what all devices of the axes hold."""
     dims = [dim] if isinstance(dim, int) else list(dim)
     top = reduced(input.detach().amax(dims, keepdim=True), "all_reduce_max", axes)
     top = torch.where(top.isfinite(), top, 0)
@@ -136,7 +137,8 @@ def batch_norm_part(
 ) -> Any:
     """Batch norm with the statistics of the whole batch, of which each device holds a part.
 
-    `count` values a channel in all.
+    `count` is the number of values per channel in the whole batch. With `updates` the new running statistics come
+    beside the output.
     """
     y, mean, var = BatchNormPart.apply(input, weight, bias, tuple(axes), count, eps)
     if not updates:
@@ -148,10 +150,7 @@ def batch_norm_part(
 
 
 class BatchNormPart(torch.autograd.Function):
-    """A batch norm of a part of the rows.
-
-    It keeps its input, as torch's does, and exchanges once in backward.
-    """
+    """Autograd function of `batch_norm_part`: it saves its input, as torch does, and communicates once in backward."""
 
     @staticmethod
     def forward(
@@ -198,7 +197,7 @@ class BatchNormPart(torch.autograd.Function):
 
 
 def _over_channels(x: Tensor) -> tuple[list[int], list[int]]:
-    """The dims that a batch norm sums over, and the shape by which a value a channel goes with x."""
+    """The dims that a batch norm sums over, and the shape in which a value per channel broadcasts to `x`."""
     return [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
 
 
@@ -217,7 +216,7 @@ def dropout_by_position(
 def channel_dropout_by_position(
     input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
 ) -> Tensor:
-    """Dropout of whole channels: a draw for each place in the leading dims, those of `shape`."""
+    """Dropout of whole channels: one draw for each place in the leading dims, whose sizes `shape` gives."""
     keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
     keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
     return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)
@@ -226,7 +225,7 @@ def channel_dropout_by_position(
 def alpha_dropout_by_position(
     input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
 ) -> Tensor:
-    """Dropout to selu's lowest value, scaled and shifted so that mean and variance stay."""
+    """Dropout to the lowest value of selu, scaled and shifted so that mean and variance stay."""
     if p >= 1.0:
         return input * 0
     low = -1.7580993408473766  # the lowest value of selu
@@ -247,7 +246,7 @@ def drawn_by_position(
     a: float | None = None,
     b: float | None = None,
 ) -> Tensor:
-    """Draws of a distribution, as torch's method of that name makes them; `a` and `b` are its numbers."""
+    """Draws of a distribution, as torch's in-place method `kind` makes them with parameters `a` and `b`."""
 
     def u() -> Tensor:
         return uniform(key, op, shape, cuts, local, wide(dtype))
@@ -280,8 +279,8 @@ def drawn_by_position(
 
 
 def _whole_numbers_of(dtype: torch.dtype) -> int:
-    """The count of whole numbers from 0 that `random_` draws from where no range is said."""
-    if dtype.is_floating_point:  # all up to where not every whole number has a place
+    """Number of integers from 0 from which `random_` draws where no range is given."""
+    if dtype.is_floating_point:  # up to the largest below which every integer is representable
         return 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) + 1
     return 2 if dtype == torch.bool else torch.iinfo(dtype).max + 1
 
@@ -289,7 +288,7 @@ def _whole_numbers_of(dtype: torch.dtype) -> int:
 def bernoulli_by_position(
     input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: Any = None
 ) -> Tensor:
-    """Ones with probability p, or with the probabilities that the input holds."""
+    """Ones with probability `p`, or with the probabilities in `input`."""
     drawn = (uniform(key, op, shape, cuts, input.shape, torch.float64) < (input.detach() if p is None else p)).to(
         input.dtype
     )
@@ -305,9 +304,9 @@ def multinomial_by_position(
     num_samples: int,
     replacement: bool = False,
 ) -> Tensor:
-    """Categories by their weights: with replacement each draw by itself.
+    """Categories drawn by their weights: independent draws, or those whose exponential clocks ring first.
 
-    Without, those whose exponential clocks ring first.
+    The latter is drawing without replacement.
     """
     weights = input.detach().double()
     if not replacement:
@@ -330,13 +329,13 @@ def normal_by_position(
     dtype: torch.dtype,
     std: Any = 1.0,
 ) -> Tensor:
-    """Draws of normal distributions, each with its own mean and deviation."""
+    """Normal draws, each with its own mean and standard deviation."""
     numbers = [x.detach() if isinstance(x, Tensor) else x for x in (mean, std)]
     return _of_no_slope((normal(key, op, shape, cuts, local, dtype) * numbers[1] + numbers[0]).to(dtype), mean, std)
 
 
 def _of_no_slope(drawn: Tensor, *operands: Any) -> Tensor:
-    """Draws whose gradient of the numbers that say their distribution is zeros to torch, and not none."""
+    """The draws with zero gradients for the parameters of their distribution, as in torch, instead of none."""
     for operand in operands:
         if isinstance(operand, Tensor) and operand.requires_grad:
             drawn = torch.where(torch.zeros((), dtype=torch.bool, device=drawn.device), operand, drawn)
@@ -344,12 +343,12 @@ def _of_no_slope(drawn: Tensor, *operands: Any) -> Tensor:
 
 
 def permutation_by_position(n: int, key: Tensor, op: int, dtype: torch.dtype) -> Tensor:
-    """The order in which 64 random bits of each place stand."""
+    """A random permutation: the order of 64 random bits per place."""
     return _of_64_bits(key, op, (n,), ((),), (n,)).argsort(stable=True).to(dtype)
 
 
 def _of_64_bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
-    """Whole numbers of 64 random bits, signed."""
+    """Signed integers of 64 random bits."""
     first, second = (bits(key, o, shape, cuts, local).to(torch.int64) for o in (op, op + SECOND))
     return (first << 32) | (second & 0xFFFFFFFF)
 
@@ -363,32 +362,32 @@ def rrelu_by_position(
     lower: float = 1 / 8,
     upper: float = 1 / 3,
 ) -> Tensor:
-    """Scale each element that is not above zero by a slope of its own."""
+    """Scale each element that is not positive by a random slope of its own."""
     slope = uniform(key, op, shape, cuts, input.shape, wide(input.dtype)) * (upper - lower) + lower
     return torch.where(input > 0, input, input * slope.to(input.dtype))
 
 
 def poisson_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts]) -> Tensor:
-    """Counts of Poisson distributions, whose rates the input holds."""
+    """Poisson draws with the rates in `input`."""
     drawn = poisson_at(input.detach(), key, op, list(shape), places_of(key, cuts, input.shape))
     return _of_no_slope(drawn.to(input.dtype), input)
 
 
 def gamma_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts]) -> Tensor:
-    """Draws of gamma distributions of scale 1, whose shapes `input` says; its gradient is torch's."""
+    """Gamma draws of scale 1 with the shapes in `input`; the gradient is torch's."""
     sample = gamma_at(input.detach(), key, op, list(shape), places_of(key, cuts, input.shape)).to(input.dtype)
     return _Gamma.apply(input, sample.clamp(min=torch.finfo(input.dtype).tiny))
 
 
 def dirichlet_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts]) -> Tensor:
-    """Draws of Dirichlet distributions along the last dim: gammas as shares of their sum."""
+    """Dirichlet draws along the last dim: gamma draws as shares of their sum."""
     parts = gamma_at(input.detach(), key, op, list(shape), places_of(key, cuts, input.shape))
     share, about = parts / parts.sum(-1, keepdim=True), torch.finfo(input.dtype)
     return _Dirichlet.apply(input, share.to(input.dtype).clamp(about.tiny, 1 - about.eps / 2))
 
 
 class _Gamma(torch.autograd.Function):
-    """A sample whose gradient follows its distribution's shape."""
+    """A gamma sample with the gradient of its shape parameter."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, sample: Tensor) -> Tensor:
@@ -402,7 +401,7 @@ class _Gamma(torch.autograd.Function):
 
 
 class _Dirichlet(torch.autograd.Function):
-    """The same for shares of a whole."""
+    """A Dirichlet sample with the gradient of its concentrations."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, sample: Tensor) -> Tensor:
@@ -418,7 +417,7 @@ class _Dirichlet(torch.autograd.Function):
 
 
 def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch.dtype) -> Tensor:
-    """This device's part of a count."""
+    """This device's part of an arange."""
     if not dtype.is_floating_point:  # as torch does, before it counts
         start, step = int(start), int(step)
     places = torch.arange(length)
@@ -429,7 +428,7 @@ def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch
 
 
 def rows_of_turn(input: Tensor, dim: int, turns: int, size: int) -> Tensor:
-    """The rows of a value that belong to the turn that runs, of each block of so many."""
+    """The rows of a value that belong to the current turn, out of each block of `size` rows."""
     places = torch.arange(size // turns, device=input.device)
     places = places + start_of(places, ((TIME, size),))
     if input.shape[dim] == size:
@@ -438,7 +437,7 @@ def rows_of_turn(input: Tensor, dim: int, turns: int, size: int) -> Tensor:
 
 
 def value_of_first_turn(input: Tensor, turns: int) -> Tensor:
-    """The value in the first turn, zeros in the others: what they add up to is the value."""
+    """The value in the first turn and zeros in the others, so that the sum over turns is the value."""
     turn = start_of(input, ((TIME, turns),))
     return torch.where(turn == 0, input, torch.zeros((), dtype=input.dtype, device=input.device))
 
@@ -457,7 +456,7 @@ def attention_by_position(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention with dropout, opened: scores, mask, softmax, dropout by position, product.
+    """Attention with dropout, written out: scores, mask, softmax, dropout by position, product.
 
     `shape` is that of the whole scores.
     """
@@ -478,11 +477,11 @@ def attention_by_position(
 
 
 def _exchanged(x: Tensor, axes: Sequence[str]) -> Tensor:
-    """A sum over several axes that each device goes on with: so does its gradient."""
+    """Sum over several axes, in forward and for the gradient."""
     steps = "; ".join(f"all_reduce@{a}" for a in axes)
     return torch.ops.autopar.convert(x, steps, steps, list(x.shape))
 
 
 def reduced(x: Tensor, step: str, axes: Sequence[str]) -> Tensor:
-    """A step over several axes; its gradient is whole on each of them already."""
+    """Apply a step over several axes, whose gradient needs none: it is whole on each of them already."""
     return torch.ops.autopar.convert(x, "; ".join(f"{step}@{a}" for a in axes), "", list(x.shape)) if axes else x

@@ -1,9 +1,11 @@
-"""What ranks say in the job's store of how a call of theirs ended, for those who wait for them.
+"""Messages in the job's store about how a rank's call ended, for other ranks that wait for it.
 
-begin       a call begins, and what was said of an earlier one no longer holds
-say         this rank's call has ended so, or stands so
-heard       what others say. An error in a call in which this rank raised one as well is no news: all ranks were
-            given the same, and those who caught it go on
+Ranks use three functions:
+
+    begin       a call begins, and messages about an earlier one no longer hold
+    say         this rank's call has ended so, or stands so
+    heard       messages of others. An error in a call in which this rank raised one as well is left out: all ranks
+                were given the same, and those who caught it go on
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ _GOES_ON = "goes on"
 
 @dataclass(slots=True)
 class _Mine:
-    """What this rank has said."""
+    """Messages that this rank has written."""
 
-    calls: int = 0  # so many have begun
-    raised_in: int = -1  # the last that raised an error
-    is_said: bool = False  # does something stand in the store?
+    calls: int = 0  # number of calls begun
+    raised_in: int = -1  # number of the last call that raised an error
+    is_said: bool = False  # whether a message stands in the store
 
 
 _MINE = _Mine()
 
 
 def begin() -> None:
-    """A call begins: a rank that has raised before, and was caught, goes on."""
+    """Note that a call begins: a rank that has raised before, and whose error was caught, goes on."""
     _MINE.calls += 1
     if _MINE.is_said:
         _write(_GOES_ON)
@@ -49,7 +51,7 @@ def say(text: str) -> None:
 
 
 def heard(ranks: Iterable[int]) -> dict[int, str]:
-    """The words of those of the ranks that have said something; the store may be gone with rank 0."""
+    """Messages of those of the ranks that have written one."""
     store, found = job_store(), dict[int, str]()
     for rank in ranks:
         if store.check([_key(rank)]):
@@ -61,12 +63,12 @@ def heard(ranks: Iterable[int]) -> dict[int, str]:
 
 
 def errors(said: dict[int, str]) -> str:
-    """The errors that ranks raised, in words; empty where there are none."""
+    """Text about the errors that ranks raised; empty where there are none."""
     return "; ".join(f"rank {r} {text}" for r, text in sorted(said.items()) if text.startswith(RAISED))
 
 
 def by_text(said: Iterable[tuple[int, str]]) -> str:
-    """The ranks that say each thing, in their order."""
+    """Text that lists for each message the ranks that wrote it."""
     ranks: dict[str, list[int]] = {}
     for rank, text in said:
         ranks.setdefault(text, []).append(rank)

@@ -1,4 +1,4 @@
-"""Whether a tensor is a parallel model's: it lies on a mesh on which one stores parameters."""
+"""Tell tensors of parallel models from others: they lie on a mesh on which a parallel model stores parameters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 _LOCK = threading.Lock()
-# each that lives, by identity, for equal meshes end at different times; a new tuple each time, for threads read it
+# live meshes by identity, as equal meshes end at different times; replaced and never changed, as threads read it
 _meshes: tuple[weakref.ref[Any], ...] = ()
 
 
 def own(mesh: Any) -> None:
-    """Note that parameters of a parallel model lie on this mesh, as long as it lives."""
+    """Note that a parallel model stores parameters on this mesh, for as long as the mesh lives."""
     global _meshes
     with _LOCK:
         alive = [ref for ref in _meshes if ref() is not None]
@@ -24,9 +24,9 @@ def own(mesh: Any) -> None:
 
 
 def is_ours(tensor: Any) -> bool:
-    """Is it a DTensor of a parallel model: a parameter, a gradient, an optimizer's state?
+    """Whether a tensor is a DTensor of a parallel model: a parameter, a gradient, an optimizer's state.
 
-    Meshes are compared by value: torch's caches hand out a mesh that is equal to the one that was given.
+    Meshes are compared by value: torch's caches return a mesh that is equal to the one that was given.
     """
     if not isinstance(tensor, DTensor):
         return False

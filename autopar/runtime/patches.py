@@ -1,28 +1,28 @@
-"""Everything of torch that autopar replaces, and how what was there is put back.
+"""Everything in torch that autopar replaces, and how it is put back.
 
     what                                    why                                                     how long
     DTensor's handler of GradScaler's op    all ranks skip a step together, or none                 standing
-    DTensor's handler of _is_any_true       detect_anomaly looks at gradients that are DTensors     standing
-    DTensor's handler of item(), methods    what is read of a part, and written to one, is read of     standing
-      that read, view and write, data         and written to the whole
+    DTensor's handler of _is_any_true       detect_anomaly checks gradients that are DTensors       standing
+    DTensor's handler of item(), methods    reads of a part, and writes to one, are reads of, and   standing
+      that read, view and write, data         writes to, the whole tensor
     DTensor.__create_write_items__, ...     checkpoints of dims that are cut by blocks              standing
     DTensor.__reduce_ex__                   pickling one rank's part is an error                    standing
     DDP.__init__, FSDP.__init__,            a wrapper around a parallel model is an error           standing
       fully_shard's look at parameters
-    Optimizer.zero_grad                     gradients that wait are forgotten with the others       standing
+    Optimizer.zero_grad                     gradients that wait are dropped with the others         standing
     nn.Module.__getattribute__              reads of modules are noted: what a model's forward      while a thread
       and attributes of settings              does not read cannot matter to it                       captures a model
     nn.init.eye_, nn.init.orthogonal_, ...  they take no DTensors                                   standing
-    nn.init.orthogonal_, nn.init.sparse_    on meta they do nothing, and are to be seen             while recipes run
+    nn.init.orthogonal_, nn.init.sparse_    on meta they do nothing, and must be noticed            while recipes run
                                                                                                       on meta
 
-Each asks first whether the object is a parallel model's (`ours.is_ours`, or the models and threads that asked for it)
+Each first asks whether the object is a parallel model's (`ours.is_ours`, or the models and threads that asked for it)
 and else does what torch does. Standing patches begin with the first parallel model and end with `STANDING.undo()`. A
-patch of somebody else's that stands on one of these stays when it is undone.
+patch that somebody else has put on top of one of these stays when it is undone.
 
 The patches of a capture are context managers, and last as long as it does, under the lock of captures
-(`private.TRACING`). The caller gives a function from the original to what stands in its place; that asks whether it is
-the captured model that calls, on its thread, and calls the original for everybody else.
+(`private.TRACING`). The caller gives a function from the original to its replacement, which asks whether the captured
+model calls, on its thread, and calls the original for everybody else.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _NOTHING = object()
 
 
 class Patch:
-    """An attribute of a class or module, or an entry of a dictionary, that is replaced.
+    """A replaced attribute of a class or module, or entry of a dict.
 
-    `make(theirs)` gives what stands there from now on; `theirs` is None where there is nothing.
+    `make(theirs)` gives the replacement; `theirs` is None where there is nothing to replace.
     """
 
     def __init__(self, owner: Any, name: Any, make: Callable[[Any], Any]) -> None:
@@ -75,7 +75,7 @@ class Patch:
             setattr(self.owner, self.name, value)
 
     def undo(self) -> None:
-        """Put back what was there, unless somebody has put something else there since."""
+        """Put back the original, unless somebody has replaced it again since."""
         if self._entries().get(self.name) is not self.ours:
             return
         if self.before is not _NOTHING:
@@ -87,18 +87,18 @@ class Patch:
 
 
 class Patches:
-    """Patches that stand together, each once."""
+    """Patches that begin and end together, each applied once."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, Any], Patch] = {}
 
     def put(self, owner: Any, name: Any, make: Callable[[Any], Any]) -> None:
-        """Patch it, unless that is done."""
+        """Patch it, unless that is done already."""
         if (id(owner), name) not in self.known:
             self.known[id(owner), name] = Patch(owner, name, make)
 
     def undo(self) -> None:
-        """Put back everything, the last first."""
+        """Undo all patches, the last first."""
         while self.known:
             self.known.popitem()[1].undo()
 
@@ -112,8 +112,8 @@ STANDING = Patches()
 def skip_together() -> None:
     """Let GradScaler skip a step on all ranks of a parallel model's mesh where one has found an inf.
 
-    (torch 2.13 reduces the finding over the axes that cut the first gradient of the list: where that is a copy and
-    another is cut, ranks part ways.)
+    torch 2.13 reduces the finding over the axes that cut the first gradient of the list: where that is a copy and
+    another is cut, ranks would diverge.
     """
 
     def make(theirs: Any) -> Any:
@@ -130,9 +130,9 @@ def skip_together() -> None:
 
 
 def let_anomalies_be_looked_for() -> None:
-    """Let torch.autograd.detect_anomaly look at gradients of a parallel model: at the part of this rank.
+    """Let torch.autograd.detect_anomaly check this rank's part of a parallel model's gradients.
 
-    (torch 2.13 has no sharding for the op by which it asks.)
+    torch 2.13 has no sharding rule for the op that it uses.
     """
 
     def make(theirs: Any) -> Any:
@@ -149,12 +149,12 @@ def let_anomalies_be_looked_for() -> None:
 
 
 def _handlers() -> dict[Any, Any]:
-    """The ops that DTensor hands to functions of their own."""
+    """The table of ops that DTensor passes to handlers of their own."""
     return DTensor._op_dispatcher._custom_op_handlers
 
 
 def after_zero_grad(forget: Callable[[list[Tensor]], None]) -> None:
-    """Let `forget` see the parameters of a parallel model whose gradients an optimizer has zeroed."""
+    """Call `forget` with the parameters of parallel models whose gradients an optimizer has zeroed."""
 
     def make(theirs: Any) -> Any:
         @functools.wraps(theirs)
@@ -173,7 +173,7 @@ def after_zero_grad(forget: Callable[[list[Tensor]], None]) -> None:
 
 
 def answer_reads(number: Callable[[DTensor], Any]) -> None:
-    """Let `number` say the one number of a DTensor of a parallel model: item(), float(), bool() and comparisons ask."""
+    """Let `number` read scalar DTensors of parallel models: for item(), float(), bool() and comparisons."""
 
     def make(theirs: Any) -> Any:
         def ours(op_call: Any, args: Any, kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ def answer_reads(number: Callable[[DTensor], Any]) -> None:
 
 
 def replace_methods(names: Iterable[str], make: Callable[[str, Any], Any]) -> None:
-    """Put what `make` gives for a name and torch's method in the place of methods of DTensor."""
+    """Replace methods of DTensor by what `make` gives for a name and torch's method."""
     for name in names:
 
         def made(theirs: Any, name: str = name) -> Any:
@@ -197,7 +197,7 @@ def replace_methods(names: Iterable[str], make: Callable[[str, Any], Any]) -> No
 
 
 def begin_as_whole(is_asked: Callable[[Tensor], bool], begin: Callable[..., Any]) -> None:
-    """Let `begin` give a tensor its first values where torch's function takes no DTensor; it gets that function."""
+    """Let `begin` initialise tensors where torch's function takes no DTensor; it is passed that function."""
 
     def make(theirs: Any) -> Any:
         @functools.wraps(theirs)
@@ -211,7 +211,7 @@ def begin_as_whole(is_asked: Callable[[Tensor], bool], begin: Callable[..., Any]
 
 
 def replace_property(name: str, put: Callable[[DTensor, Any, Callable[[Any], None]], None]) -> None:
-    """Let `put` set a property of DTensor; it gets what torch would do."""
+    """Let `put` set a property of DTensor; it is passed torch's setter."""
 
     def make(theirs: Any) -> Any:
         def get(self: DTensor) -> Any:
@@ -229,7 +229,7 @@ def replace_property(name: str, put: Callable[[DTensor, Any, Callable[[Any], Non
 
 
 def before_wrapping(wrapper: type[nn.Module], look: Callable[[Tensor, str], None]) -> None:
-    """Let `look` see a parameter of a parallel model around which a wrapper is about to be put."""
+    """Call `look` with a parameter of a parallel model before a wrapper is put around it."""
 
     def make(theirs: Any) -> Any:
         @functools.wraps(theirs)
@@ -244,9 +244,9 @@ def before_wrapping(wrapper: type[nn.Module], look: Callable[[Tensor, str], None
 
 
 def before_fully_shard(look: Callable[[Tensor, str], None]) -> None:
-    """Let `look` see a parameter of a parallel model that fully_shard is about to spread.
+    """Call `look` with a parameter of a parallel model before fully_shard takes it.
 
-    (It asks for parameters by a function of its own; users hold fully_shard itself.)
+    What is patched is the function by which fully_shard collects parameters, as users hold fully_shard itself.
     """
 
     def make(theirs: Any) -> Any:
@@ -269,7 +269,7 @@ def _show_first(parameters: Iterable[Tensor], look: Callable[[Tensor, str], None
 
 
 def before_pickling(look: Callable[[DTensor], None]) -> None:
-    """Let `look` see a tensor of a parallel model that is about to be pickled or copied."""
+    """Call `look` with a tensor of a parallel model before it is pickled or copied."""
 
     def make(theirs: Any) -> Any:
         def reduced(self: DTensor, protocol: Any) -> Any:
@@ -283,7 +283,7 @@ def before_pickling(look: Callable[[DTensor], None]) -> None:
 
 
 def answer_checkpoints(is_asked: Callable[[DTensor], bool], answers: Mapping[str, Callable[..., Any]]) -> None:
-    """Let these methods of DTensor answer for tensors of a parallel model for which `is_asked`."""
+    """Let these methods of DTensor answer for tensors of parallel models for which `is_asked`."""
     for name, answer in answers.items():
         STANDING.put(DTensor, name, functools.partial(_answered, is_asked, answer))
 
@@ -301,7 +301,7 @@ def _answered(is_asked: Callable[[DTensor], bool], answer: Callable[..., Any], t
 
 @contextlib.contextmanager
 def seen_on_meta(does: Callable[[Tensor], None]) -> Iterator[None]:
-    """Let `does` stand for orthogonal_ and sparse_ on meta, in this thread: torch's do nothing there."""
+    """Replace orthogonal_ and sparse_ on meta tensors by `does`, in this thread: torch's do nothing there."""
     thread = threading.get_ident()
 
     def make(theirs: Any) -> Any:
@@ -323,23 +323,23 @@ def seen_on_meta(does: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 class Notes(Protocol):
-    """Takes down which attributes of which objects this thread reads."""
+    """Notes which attributes of which objects this thread reads."""
 
     def watches(self, held: Any) -> str:
-        """Whether reads of an object are taken down: "" if not, "module", or "settings"."""
+        """How this thread watches an object: as "module", as "settings", or "" where its reads are not noted."""
 
     def note(self, held: Any, key: str) -> None: ...
 
     def note_all(self, held: Any) -> None: ...
 
     def count(self) -> int:
-        """The number of attributes of settings that were read so far."""
+        """Number of attributes of settings read so far."""
 
 
 def note_reads(cls: type, keys: Iterable[str], notes: Notes) -> list[Patch]:
-    """Take down which attributes are read of instances of a class that `notes` watches.
+    """Patch a class so that `notes` sees which attributes of its instances are read.
 
-    Of settings also where they are read together, or in a way that is not seen.
+    For settings also reads of all attributes at once, and reads in ways that cannot be seen, which count as all.
     """
     reads_by_itself = any("__getattribute__" in vars(c) for c in cls.__mro__ if c is not object)
     get, reduce = _own_or_next(cls, "__getattribute__"), _own_or_next(cls, "__reduce_ex__")
@@ -370,7 +370,7 @@ def note_reads(cls: type, keys: Iterable[str], notes: Notes) -> list[Patch]:
 
 
 def note_keys(cls: type, keys: Iterable[str], notes: Notes) -> list[Patch]:
-    """Put a note in the place of each of these attributes of a class, where its values stand in instances."""
+    """Put a noting descriptor in the place of each of these attributes of a class whose values stand in instances."""
     found = []
     for key in keys:
         if not hasattr(type(inspect.getattr_static(cls, key, None)), "__set__"):  # else its value is not there
@@ -384,15 +384,15 @@ def _instead(ours: Any, theirs: Any) -> Any:
 
 
 def _own_or_next(cls: type, name: str) -> Callable[..., Any]:
-    """A method of a class as it is now, or of whatever stands behind it in the class of who calls it."""
+    """A method of a class as it is now, or the next one in the caller's method resolution order."""
     own = vars(cls).get(name)
     return own if own is not None else lambda self, *given: getattr(super(cls, self), name)(*given)
 
 
 class _Noted:
-    """In the place of an attribute of settings.
+    """Descriptor that notes reads of one attribute of settings.
 
-    Whichever way a class of settings leads there - other names, properties, a `__getattribute__` - it ends here.
+    Whichever way a class of settings leads to its value - other names, properties, a `__getattribute__` - it ends here.
     """
 
     def __init__(self, cls: type, key: str, notes: Notes) -> None:
@@ -427,7 +427,7 @@ OVERRIDE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value of an attribute; the very object that stood there is put back."""
+    """Give an attribute another value inside the block; the very object that stood there is put back."""
     before = owner.__dict__[name]
     setattr(owner, name, value)
     try:
@@ -461,13 +461,13 @@ def checkpoint_generator(replacing: Replacing) -> contextlib.AbstractContextMana
 
 
 def saved_tensors_hooks(replacing: Replacing) -> contextlib.AbstractContextManager[None]:
-    """Replace the beginning of `torch.autograd.graph.saved_tensors_hooks`: a graph cannot hold such hooks."""
+    """Replace `torch.autograd.graph.saved_tensors_hooks.__enter__`: a graph cannot hold such hooks."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     return patched(hooks, "__enter__", replacing(hooks.__enter__))
 
 
 def batch_norm(replacing: Replacing) -> contextlib.AbstractContextManager[None]:
-    """Replace the forward of batch norms: with momentum=None it reads how many batches there were."""
+    """Replace the forward of batch norms: with momentum=None it reads the number of batches so far."""
     return patched(_BatchNorm, "forward", replacing(_BatchNorm.forward))
 
 
@@ -478,7 +478,7 @@ def gamma_rsample(replacing: Replacing) -> contextlib.AbstractContextManager[Non
 
 @contextlib.contextmanager
 def seeding(replacing: ReplacingByName) -> Iterator[None]:
-    """Replace the functions that seed or set torch's generator: the graph would not do so."""
+    """Replace the functions that seed or set torch's generator, as a graph would not do so."""
     with contextlib.ExitStack() as stack:
         for owner, name in (
             (torch, "manual_seed"),
@@ -495,7 +495,7 @@ def seeding(replacing: ReplacingByName) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_randomness(replacing: ReplacingByName) -> Iterator[None]:
-    """Replace the draws of `random` and `numpy.random`: what they draw would be frozen into the graph."""
+    """Replace the draws of `random` and `numpy.random`, which would be frozen into the graph."""
     about_state = ("getstate", "setstate", "seed", "get_state", "set_state")
     owners: list[Any] = [random, sys.modules.get("numpy.random")]
     with contextlib.ExitStack() as stack:
@@ -508,7 +508,7 @@ def outside_randomness(replacing: ReplacingByName) -> Iterator[None]:
 
 
 def transformers_look_at_masks() -> contextlib.AbstractContextManager[None]:
-    """Let transformers' mask code believe that nobody traces: it then drops masks of ones.
+    """Let transformers' mask code believe that nobody traces, so that it drops masks of ones.
 
     Private: `transformers.masking_utils.is_tracing`, transformers 5.
     """
@@ -516,7 +516,7 @@ def transformers_look_at_masks() -> contextlib.AbstractContextManager[None]:
 
 
 def transformers_cache_nothing() -> contextlib.AbstractContextManager[None]:
-    """Let transformers' method caches believe that torch.compile runs: they would keep fakes.
+    """Let transformers' method caches believe that torch.compile runs, so that they do not keep fake tensors.
 
     Private: `transformers.pytorch_utils.is_torchdynamo_compiling`, transformers 5.
     """
@@ -525,7 +525,7 @@ def transformers_cache_nothing() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def without_override_checks(is_wanted: bool) -> Iterator[None]:
-    """Let `torch.overrides` say that nothing is overridden, where this is wanted.
+    """Let `torch.overrides` say inside the block that nothing is overridden, where `is_wanted`.
 
     A function of torch.nn.init asks it, and would hand itself over again. Lasts as long as one call of it.
     """
@@ -545,7 +545,7 @@ def fake_errors_told_once() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def logged_from(name: str, level: int) -> Iterator[None]:
-    """Leave out what a logger says below a level."""
+    """Drop messages of a logger below a level, inside the block."""
     log = logging.getLogger(name)
     before = log.level
     log.setLevel(level)

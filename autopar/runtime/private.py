@@ -1,8 +1,8 @@
-"""The private parts of torch that autopar cannot do without, in one place. Tried on torch 2.11.0 and 2.13.0.
+"""The private parts of torch that autopar needs, in one place, tried on torch 2.11.0 and 2.13.0.
 
     TRACING             the lock of captures and joint traces: they read and patch state of the process
-    clean_room          tracing must not be seen by modes that happen to be active around it
-    unwatched           nor by hooks on what autograd saves
+    clean_room          hides tracing from modes that happen to be active around it
+    unwatched           hides it from hooks on what autograd saves
     FakeTensor, ...     tensors without values, and the mode that makes them
     TorchDispatchMode   sees every op that runs inside it
     TO_COPY, UNSAFE_VIEW, GROUPED_MM, ASSERTIONS, ...    ops and functions that have no public name
@@ -15,15 +15,15 @@
     like_part           a local part as a DTensor that lies as another does: `from_local` checks and counts anew
     set_timeout         how long a group's collectives wait
     job_store           the key-value store that the ranks of a job share
-    function_of         the Python code of a custom op, in which the values stand that it looks for
-    let_go              what an autograd node has saved ends before its backward does
+    function_of         the Python code of a custom op
+    let_go              frees what an autograd node has saved before its backward ends
     inside_backward     a checkpoint around a model runs it again there
-    attention_kernel    which fused kernel of attention can run a call, and the calls that
-    fused_attention     give the log-sum-exp of each row beside the output, and go
-    ..._backward        backward from an output and log-sum-exps that are given
+    attention_kernel    which fused attention kernel can run a call
+    fused_attention     attention that also gives the log-sum-exp of each row
+    ..._backward        its backward, from an output and log-sum-exps that are given
     profiler_runs       whether torch.profiler records
     backward_again      compiled backwards that may run more than once
-    before_call         a part of a parallel model is called by itself
+    before_call         notices that a part of a parallel model is called by itself
     OpOverload          one signature of an op
 
 Parts of torch that are replaced, and not only used, are in `patches.py`. The joint trace also uses
@@ -86,24 +86,24 @@ is_transform_active = torch._C._are_functorch_transforms_active  # vmap, grad, j
 def clean_room() -> Iterator[None]:
     """A context without the caller's dispatch modes and torch.autograd.detect_anomaly.
 
-    (The latter looks for NaN, in gradients without values here.) Whoever calls it holds the lock under which captures
-    and joint traces run: anomaly detection is the process's.
+    The latter would look for NaN in gradients that have no values here. As anomaly detection belongs to the process,
+    the caller must hold the lock under which captures and joint traces run.
     """
     with torch.autograd.set_detect_anomaly(False), _disable_current_modes():
         yield
 
 
 def backward_again() -> AbstractContextManager[object]:
-    """A context in which torch.compile's backwards may run more than once: they write over nothing that is saved."""
+    """A context in which torch.compile's backwards may run more than once: they do not reuse saved memory."""
     patched: AbstractContextManager[object] = functorch_config.patch(donated_buffer=False)
     return patched
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """A context whose saved tensors the caller's hooks do not see: a checkpoint counts them.
+    """A context whose saved tensors the caller's hooks do not see: a checkpoint would count them.
 
-    (Hooks that do nothing would do, and make tracing ten times slower.)
+    Hooks that do nothing would serve, too, but make tracing ten times slower.
     """
     held = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -128,7 +128,7 @@ class ThreadedRanks:
         return self
 
     def abort(self, error: BaseException) -> None:
-        """Wake every rank that waits."""
+        """Wake every waiting rank with an error."""
         self._threaded.ProcessLocalGroup.exception_handle(error)
 
     def __exit__(self, *_: Any) -> None:
@@ -138,19 +138,19 @@ class ThreadedRanks:
 
 
 def plays_all_ranks() -> bool:
-    """Does one process play all ranks here, so that one program must serve them all?"""
+    """Whether one process plays all ranks here, so that one program must serve them all."""
     local_tensor = sys.modules.get("torch.distributed._local_tensor")
     return local_tensor is not None and local_tensor.local_tensor_mode() is not None
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """The memory of a DTensor's local part, without autograd."""
+    """The local part of a DTensor, in the same memory, without autograd."""
     local: torch.Tensor = tensor._local_tensor.detach()
     return local
 
 
 def like_part(local: torch.Tensor, other: DTensor) -> DTensor:
-    """A local part as the DTensor that lies as another one of its dtype does; without autograd."""
+    """A local part as a DTensor with the layout of another one of the same dtype; without autograd."""
     made: DTensor = DTensor(local, other._spec, requires_grad=False)  # torch's own constructor
     return made
 
@@ -167,9 +167,9 @@ def job_store() -> Any:
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """The fused kernel of attention without mask or dropout for tensors like these, or "".
+    """The fused attention kernel for tensors like these, without mask or dropout; "" where there is none.
 
-    They have batch and heads, and one width. Only "cpu" and "flash" take grouped heads as they are.
+    The tensors have batch and heads, and one width. Only "cpu" and "flash" take grouped heads as they are.
     """
     if query.device.type == "cpu":
         return "cpu" if query.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else ""
@@ -184,10 +184,7 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """A call of a kernel of attention.
-
-    A causal one is of a square: kernels differ in where they begin the diagonal of others.
-    """
+    """A call of an attention kernel; a causal one is square, as kernels place the diagonal of others differently."""
 
     kernel: str
     is_causal: bool
@@ -195,7 +192,7 @@ class AttentionCall:
 
 
 def fused_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and the log-sum-exp of each row, [batch, heads, rows]."""
+    """Output, and the log-sum-exp of each row as [batch, heads, rows]."""
     aten, given = torch.ops.aten, (query, key, value)
     causal, scale = call.is_causal, call.scale
     if call.kernel == "cpu":
@@ -211,7 +208,7 @@ def fused_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tens
 def fused_attention_backward(
     call: AttentionCall, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. `out` and `log_sum` may be those of more keys than this call has."""
+    """Gradients of query, key and value; `out` and `log_sum` may be those of more keys than this call has."""
     aten = torch.ops.aten
     given = (gradient, query, key, value)
     is_causal, scale = call.is_causal, call.scale
@@ -235,15 +232,15 @@ def fused_attention_backward(
 
 
 def before_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let `call` stand, or nothing, where module.compile() puts what is called.
+    """Set or clear (None) what is called in the place of a module, where module.compile() puts it.
 
-    Copies and pickles of the module are without it.
+    Copies and pickles of the module do not have it.
     """
     vars(module)["_compiled_call_impl"] = call
 
 
 def call_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A call of a module, with its hooks, but without what stands there."""
+    """Call a module with its hooks, but not what `before_call` has set."""
     return module._call_impl(*args, **kwargs)
 
 
@@ -265,7 +262,7 @@ def function_of(custom_op: str) -> Any:
 
 
 def let_go(ctx: Any) -> None:
-    """Give up what an autograd node has saved, unless its graph is kept for another backward.
+    """Free what an autograd node has saved, unless its graph is kept for another backward.
 
     A second backward is torch's own error, as without this.
     """
@@ -273,10 +270,10 @@ def let_go(ctx: Any) -> None:
 
 
 def profiler_runs() -> bool:
-    """Does torch.profiler record?"""
+    """Whether torch.profiler records."""
     return torch.autograd._profiler_enabled()
 
 
 def inside_backward() -> bool:
-    """Is this thread inside a backward?"""
+    """Whether this thread is inside a backward."""
     return torch._C._current_graph_task_id() != -1

@@ -1,5 +1,4 @@
-"""Random numbers by position: a function of (seed, step, random op, place in the whole tensor), the same under every
-plan.
+"""Random numbers by position, the same under every plan: functions of seed, step, random op, and place in the tensor.
 
     key(seed, step)     = seed + step * 0x9E3779B97F4A7C15, modulo 2^64, signed
     op_key              = mix(mix(low(key) ^ op * 0x85EBCA77) ^ high(key))
@@ -15,8 +14,8 @@ plan.
 It costs six passes over the positions, or one by a kernel (`kernels/draws.py`), and needs no state: recomputing,
 another mesh, or one device give the same bits.
 
-In a program a draw is one op, `autopar::bits_at` or `autopar::kept_at`; `IN_TORCH_OPS` has each as the torch ops that
-it stands for, to be fused by a compiler.
+In a program a draw is one op, `autopar::bits_at` or `autopar::kept_at`; `IN_TORCH_OPS` maps each to a function of plain
+torch ops, which a compiler can fuse.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ SECOND = 1 << 24  # added to the number of a random op: its second stream
 
 @dataclass
 class RandomState:
-    """The source of a parallel model's random numbers.
+    """Seed and step of a parallel model's random numbers.
 
-    Drawn once from torch's generator on rank 0, so `torch.manual_seed` governs it.
+    The seed is drawn once from torch's generator on rank 0, so `torch.manual_seed` governs it.
     """
 
     seed: int  # negative until a program that draws is lowered
     step: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """Seed and step, for a checkpoint."""
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.seed, self.step = int(state["seed"]), int(state["step"])
 
     def next_key(self) -> int:
-        """The key of one forward."""
+        """The key of one forward; advances the step."""
         key = key_of(self.seed, self.step)
         self.step += 1
         return key
@@ -63,7 +62,7 @@ def key_of(seed: int, step: int) -> int:
 
 
 def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
-    """A mask of the elements that survive in this device's part of a tensor."""
+    """Dropout mask of this device's part of a tensor: True for elements that are kept, with probability 1 - p."""
     if p >= 1.0:
         return torch.zeros(tuple(local), dtype=torch.bool, device=key.device)
     return kept_at(key, op, p, list(shape), places_of(key, cuts, local))
@@ -75,13 +74,13 @@ def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local
 
 
 def places_of(key: Tensor, cuts: Sequence[Cuts], local: Sequence[int]) -> list[Tensor]:
-    """The places of this device's part, dim by dim."""
+    """For each dim, the indices of this device's part."""
     places = [torch.arange(n, dtype=torch.int64, device=key.device) for n in local]
     return [at + start_of(key, cut) if cut else at for at, cut in zip(places, cuts, strict=True)]
 
 
 def keys_of_rows(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The key of each row of a part, and the places of its columns; both may be spread over the part."""
+    """The key of each row of a part, and the column indices; both broadcast over the part."""
     places = [p.reshape((-1,) + (1,) * (len(places) - 1 - d)) for d, p in enumerate(places)]
     op_key = mix(mix(_low(key) ^ number_of(op)) ^ _low(key >> 32))
     row = torch.zeros((1,) * max(1, len(places)), dtype=torch.int64, device=key.device)
@@ -92,7 +91,7 @@ def keys_of_rows(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -
 
 
 def number_of(op: int) -> int:
-    """The 32 bits that a random op adds to its key."""
+    """The 32 bits that a random op mixes into its key."""
     return _signed(op * 0x85EBCA77 % 2**32, 32)
 
 
@@ -102,7 +101,7 @@ def _bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Te
 
 
 def threshold(p: float) -> int:
-    """The least signed bits at which an element is kept."""
+    """The least signed bits for which an element is kept."""
     return int(p * 2**32) - 2**31
 
 
@@ -112,13 +111,13 @@ def _kept_at(key: Tensor, op: int, p: float, shape: list[int], places: list[Tens
 
 @torch.library.custom_op("autopar::bits_at", mutates_args=())
 def bits_at(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
-    """32 random bits for each element of a part that lies at these places of each dim."""
+    """32 random bits for each element of a part, given by its indices in each dim."""
     return _bits_at(key, op, shape, places)
 
 
 @torch.library.custom_op("autopar::kept_at", mutates_args=())
 def kept_at(key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
-    """The elements that survive in a part that lies at these places of each dim."""
+    """Dropout mask of a part, given by its indices in each dim."""
     return _kept_at(key, op, p, shape, places)
 
 
@@ -143,7 +142,7 @@ def uniform(
     local: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Numbers from [0, 1) for each element of this device's part."""
+    """Uniform draws from [0, 1) for each element of this device's part."""
     return as_uniform(bits(key, op, shape, cuts, local), dtype)
 
 
@@ -155,12 +154,12 @@ def normal(
     local: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Numbers of the normal distribution for each element of this device's part."""
+    """Standard normal draws for each element of this device's part."""
     return as_normal(bits(key, op, shape, cuts, local), bits(key, op + SECOND, shape, cuts, local), dtype)
 
 
 def as_uniform(drawn: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Bits as numbers from [0, 1), of which none is rounded to one in this dtype."""
+    """Bits as numbers in [0, 1), none of which rounds to one in this dtype."""
     drawn = drawn.to(torch.int64) & 0xFFFFFFFF
     if dtype == torch.float64:
         return drawn.to(torch.float64) * 2.0**-32
@@ -169,7 +168,7 @@ def as_uniform(drawn: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def as_normal(first: Tensor, second: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Bits as numbers of the normal distribution."""
+    """Two tensors of bits as standard normal numbers."""
     exact = wide(dtype)
     return (-2 * torch.log1p(-as_uniform(first, exact))).sqrt() * torch.cos(2 * math.pi * as_uniform(second, exact))
 
@@ -187,7 +186,7 @@ def mix(h: Tensor) -> Tensor:
 
 
 def start_of(like: Tensor, cuts: Cuts) -> Tensor | int:
-    """The start of this device's part of a dim."""
+    """Start of this device's part of a dim."""
     start: Tensor | int = 0
     for axis, size in cuts:
         start = start + torch.ops.autopar.start(like, axis, size)

@@ -1,6 +1,6 @@
-"""Draws by position that take many tries, each one op in a program: gamma and Poisson distributions.
+"""Gamma and Poisson draws by position, each as one op, since a draw takes several tries.
 
-`places` are those of this device's part in each dim of a tensor of shape `shape`.
+`places` are the indices of this device's part in each dim of a tensor of shape `shape`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def _uniform(key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Te
 
 @torch.library.custom_op("autopar::gamma_at", mutates_args=())
 def gamma_at(alpha: Tensor, key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
-    """Gamma variates of scale 1 in float64, by Marsaglia and Tsang.
+    """Gamma draws of scale 1 in float64, by the method of Marsaglia and Tsang.
 
-    The first of several tries that is kept. Each try has streams of its own. Below a shape of one, of a shape that is
-    larger by one, brought down by a power of a uniform draw.
+    A draw is the first accepted one of several tries, each with random streams of its own. For a shape below one, the
+    draw is made for that shape plus one and scaled by a power of a uniform draw.
     """
 
     def u(stream: int) -> Tensor:
@@ -46,10 +46,9 @@ def gamma_at(alpha: Tensor, key: Tensor, op: int, shape: list[int], places: list
 
 @torch.library.custom_op("autopar::poisson_at", mutates_args=())
 def poisson_at(rate: Tensor, key: Tensor, op: int, shape: list[int], places: list[Tensor]) -> Tensor:
-    """Poisson variates in float64.
+    """Poisson draws in float64, by inverting the distribution function.
 
-    The least count up to which probabilities add up to more than a uniform draw. It is found by halving the range that
-    holds it.
+    A draw is the least count whose cumulative probability exceeds a uniform draw, found by bisection.
     """
     rate, drawn = rate.double(), _uniform(key, op, shape, places)
     reach = 10 * rate.sqrt() + 50  # further than 32 bits of a draw see

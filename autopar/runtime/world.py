@@ -1,6 +1,4 @@
-"""The ranks of a job: starting them, and making sure that they hold the same thing before any of them waits for
-another.
-"""
+"""Start the ranks of a job, and check that they hold the same things before any of them waits for another."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ T = TypeVar("T")
 
 
 def start_world(timeout_s: float = 600.0) -> str:
-    """Make sure that a process group exists; the device type that its ranks compute on.
+    """Make sure that a process group exists; returns the device type on which its ranks compute.
 
-    Under torchrun it joins the job; without one it is a world of one process. In a world that is made here nobody waits
+    Under torchrun it joins the job; else it makes a world of one process. In a world that is made here nobody waits
     longer than the time-out.
     """
     if not dist.is_initialized():
@@ -46,12 +44,12 @@ def world_size() -> int:
 
 
 def coordinate(mesh: DeviceMesh) -> Sequence[int]:
-    """The place of this rank on a mesh."""
+    """The coordinate of this rank on a mesh."""
     return mesh.coordinate(dist.get_rank())
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """Make a value on rank 0, and give it to every rank; its error too."""
+    """Make a value on rank 0 and send it to every rank; an error, too."""
     if not _ranks_can_talk():
         return make()
     box: list[Any] = [None]
@@ -68,7 +66,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one with its words where it cannot be pickled: the other ranks wait for it."""
+    """The error, or a RuntimeError with its text where it cannot be pickled, as the other ranks wait for it."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # of a class that lies in a function, say, or that takes other arguments
@@ -77,7 +75,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def all_ranks_hold(what: str, value: Any) -> None:
-    """Compare a hash; a letter on every rank names those that differ from rank 0."""
+    """Compare a hash of a value; a letter on every rank names the ranks that differ from rank 0."""
     if not _ranks_can_talk():
         return
     everyone = exchanged(numbers_of(value), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
@@ -91,8 +89,8 @@ def all_ranks_hold(what: str, value: Any) -> None:
 def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
     """Make a value on this rank, and return it once all ranks have theirs, so that none waits in vain.
 
-    Beside the value, `make` gives the arguments it was told, in words by name: a letter on every rank where they
-    differ. All are told of an error on one.
+    `make` also returns the arguments that it was given, as text by name: a letter on every rank says where they differ.
+    An error on one rank is raised on all.
     """
     made, error = None, None
     try:
@@ -132,7 +130,7 @@ def _refuse_differences(everyone: Sequence[tuple[str, dict[str, str] | None]]) -
 
 
 def exchanged(numbers: list[int], device: torch.device) -> list[list[int]]:
-    """The numbers of every rank."""
+    """The numbers of every rank, by rank."""
     if not _ranks_can_talk():
         return [numbers]
     everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=device)
@@ -141,12 +139,12 @@ def exchanged(numbers: list[int], device: torch.device) -> list[list[int]]:
 
 
 def numbers_of(value: Any) -> list[int]:
-    """`digest_of` as four numbers."""
+    """`digest_of` as four integers of 64 bits."""
     return [int(digest_of(value)[i : i + 16], 16) - 2**63 for i in range(0, 64, 16)]
 
 
 def digest_of(value: Any) -> str:
-    """A hash of values: of tensors what they hold, of anything else how it is written."""
+    """A hash of values: tensors by what they hold, others by their repr."""
     mine = hashlib.sha256()
     for piece in value if isinstance(value, (tuple, list)) else [value]:
         mine.update(
@@ -158,10 +156,10 @@ def digest_of(value: Any) -> str:
 
 
 def _is_in_a_job() -> bool:
-    """Has torchrun started it?"""
+    """Whether torchrun has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _ranks_can_talk() -> bool:
-    """A fake group, where one process plays every rank, has nobody to talk to."""
+    """Whether there are several real ranks: in a fake group one process plays all of them."""
     return dist.get_world_size() > 1 and dist.get_backend() != "fake"

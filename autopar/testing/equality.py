@@ -1,4 +1,4 @@
-"""Equality: is the parallel program's result the single-device program's?
+"""Compare the parallel program's result with the single-device program's.
 
     float64    each tensor within `tolerance` of the reference, relative to max(its norm, 1e-3 x global norm /
                sqrt(tensors)):
@@ -23,7 +23,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class Unequal(AssertionError):
-    """Results differ; the message says which and by how much."""
+    """Raised where results differ; the message says which and by how much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class Equality:
     def in_float32(
         what: str, actual: Tensors, eager: Tensors, expected: Tensors, permuted: Sequence[Tensors] = ()
     ) -> Equality:
-        """`expected` is eager's in float64.
+        """Compare float32 results with those of float32 eager, and of eager in float64 as `expected`.
 
-        `permuted` are eager float32 runs with reordered sums, where AdamW calls for them.
+        `permuted` are eager float32 runs with reordered sums, for results after AdamW.
         """
         scales = scales_of(expected)
         rows = []
@@ -103,21 +103,21 @@ class Equality:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference, in float64."""
+    """Norm of the difference, in float64; NaN where shapes differ."""
     if a.shape != b.shape:
         return float("nan")
     return float((a.detach().double() - b.detach().double()).norm())
 
 
 def scales_of(tensors: Tensors) -> dict[str, float]:
-    """The norm that an error is relative to: the tensor's, but at least a thousandth of a typical one."""
+    """For each tensor the norm that errors are relative to: its own, but at least a thousandth of a typical one."""
     norms = {n: float(t.detach().double().norm()) for n, t in tensors.items()}
     typical = sum(v * v for v in norms.values()) ** 0.5 / max(1, len(norms)) ** 0.5
     return {n: max(v, 1e-3 * typical, torch.finfo(torch.float64).tiny) for n, v in norms.items()}
 
 
 def _names(actual: Tensors, expected: Tensors) -> list[Comparison]:
-    """A tensor that one side lacks has failed."""
+    """A failed comparison for each tensor that only one side has."""
     return [
         Comparison(f"{n} ({'missing' if n in expected else 'unexpected'})", float("nan"), 0.0)
         for n in sorted(set(actual) ^ set(expected))

@@ -1,6 +1,4 @@
-"""Imports and first runs of the server that forks test processes, so that no rank has them.
-
-A rank then starts in milliseconds.
+"""Imports and first runs of the server that forks test processes, so that a rank starts in milliseconds.
 
 It runs no backward: where torch is built for GPUs, that starts threads, and a process that has them cannot be forked.
 """

@@ -1,9 +1,10 @@
 """Ranks for tests, in one line each.
 
     on_threads(4, body, *args)         ranks are threads of this process: milliseconds, any collective but send and
-    receive on_local_tensor(4, body, *args)    one process plays all ranks at once on LocalTensors: the program must be
-    the same on every rank on_processes(4, body, *args)       real processes over gloo: seconds; `body` and what it
-    returns are picklable
+                                       receive
+    on_local_tensor(4, body, *args)    one process plays all ranks at once on LocalTensors: the program must be the same
+                                       on every rank
+    on_processes(4, body, *args)       real processes over gloo: seconds; `body` and what it returns are picklable
     fake_world(64)                     a group of that size in which nobody answers: shapes and programs only
 
 `body(rank, *args)` runs on every rank; the results come back in rank order. A rank that fails ends all, and its error
@@ -36,7 +37,7 @@ Body = Callable[..., Any]
 
 
 def on_threads(ranks: int, body: Body, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Run `body(rank, *args)` on threads."""
+    """Run `body(rank, *args)` on one thread per rank; returns the results in rank order."""
     results: list[Any] = [None] * ranks
     errors: list[tuple[int, BaseException]] = []
     with ThreadedRanks() as world:
@@ -71,9 +72,8 @@ def on_threads(ranks: int, body: Body, *args: Any, timeout_s: float = 60.0) -> l
 def on_local_tensor(ranks: int, body: Body, *args: Any) -> Any:
     """Run `body(None, *args)` once, with every tensor standing for an equal one on each rank.
 
-    Parameters of models in `args` too.
-
-    What it returns comes back as plain tensors, which must be equal on every rank.
+    This includes parameters of models in `args`. Results are returned as plain tensors, which must be equal on every
+    rank.
     """
     with fake_world(ranks), LocalTensorMode(ranks) as mode:
         result = body(None, *(_on_every_rank(mode, a) for a in args))
@@ -111,7 +111,7 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def on_processes(ranks: int, body: Body, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Run `body(rank, *args)` in processes over gloo, one thread each."""
+    """Run `body(rank, *args)` in one process per rank, over gloo, with one thread each; returns the results."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["autopar.testing.preload"])
     task = pickle.dumps((body, args))  # by value: torch's own pickling would share the tensors between ranks
@@ -139,7 +139,7 @@ def on_processes(ranks: int, body: Body, *args: Any, timeout_s: float = 120.0) -
 
 
 def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
-    """Every rank's result; the first failure is raised at once."""
+    """Results of all ranks in order; raises the first failure at once."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
     waiting = dict(enumerate(pipes))

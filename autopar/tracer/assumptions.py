@@ -1,4 +1,4 @@
-"""Assumptions of one capture: those that the caller declared, and those that the graph repeats."""
+"""Assumptions of one capture: those that the caller declares, and those that the graph records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.tracer.place import source
 
 
 class Assumptions:
-    """Lines of `graph.assumptions`, and the declared branches that were asked for."""
+    """The lines of `graph.assumptions`, and the declared branches that the model has reached."""
 
     def __init__(self, declared: Assume) -> None:
         self.declared = declared
@@ -16,11 +16,11 @@ class Assumptions:
         self.asked: set[str] = set()
 
     def add(self, what: str) -> None:
-        """A line, with the user's line of source."""
+        """Record an assumption, with the user's line of source."""
         self.lines.append(f"{what}, at {source()}")
 
     def branch(self, line: str) -> bool | None:
-        """The declared answer to a question at this line of source; None: there is none."""
+        """The declared answer to a condition at this line of source; None where there is none."""
         for where, answer in self.declared.branches:
             if line.startswith(where + ","):
                 self.asked.add(where)
@@ -28,7 +28,7 @@ class Assumptions:
         return None
 
     def refuse_unasked(self) -> None:
-        """A letter where a declared branch was never asked for."""
+        """Raise a letter where a declared branch was never reached."""
         for where, _ in self.declared.branches:
             if where not in self.asked:
                 raise NotCaptured(

@@ -1,10 +1,10 @@
-"""The fake mode: every ATen op on shapes alone, and what the function mode above cannot see.
+"""The fake mode of a capture: runs every ATen op on shapes alone, and sees what the function mode above cannot.
 
-    writes and draws        are noted for the torch function that came to them
+    writes and draws        are noted for the torch function that led to them
     ops without a function  inside TorchScript and transforms: they are recorded here
 
-Torch's own way through a fake mode takes most of the time of a capture, so plain cases are short-cut: a view is taken
-of the meta tensor inside, and what an op made of operands like these is remembered.
+Torch's own dispatch through a fake mode would take most of the time of a capture, so plain cases take short cuts: a
+view is taken of the meta tensor inside, and the result of an op is remembered by the shapes of its operands.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VALUE_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class Below(FakeTensorMode):
-    """The fake mode, which also tells the recorder what it cannot see from above."""
+    """A fake mode that also tells the recorder what cannot be seen from above."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Below(FakeTensorMode):
             self.is_deep, call.function = False, above
 
     def fake(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an op on fakes."""
+        """The result of an op on fake tensors."""
         if function in _LENIENT:
             return _LENIENT[function](*args, **kwargs)
         kind = _nature(function).result
@@ -87,7 +87,7 @@ class Below(FakeTensorMode):
         return result
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell the recorder what an op is about to do."""
+        """Note what an op is about to do: communicate, draw, write, or read inside an autograd.Function."""
         recorder, call, nature = self.recorder, self.recorder.call, _nature(function)
         if nature.communicates:
             raise recorder.letter(
@@ -107,7 +107,7 @@ class Below(FakeTensorMode):
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Write a node for an ATen op that ran outside any torch function: in TorchScript, or in a transform.
 
-        It stands below autograd, which works it out anew at replay.
+        It is an op below autograd; at replay autograd differentiates it anew.
         """
         recorder, call = self.recorder, self.recorder.call
         is_constant = function is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
@@ -164,12 +164,12 @@ def _type_of(tensor: Tensor, flows: bool) -> TensorType:
 
 
 def _as_number(value: Any) -> Any:
-    """A real tensor among fakes is a Python number on its way."""
+    """The value of a real tensor among fakes, which stands for a Python number; others as they are."""
     return value.item() if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else value
 
 
 def _described(value: Any) -> Any:
-    """All that an op's result can depend on, hashable; None: look closer."""
+    """A hashable key of all that an op's result depends on; None where it cannot be told."""
     if type(value) is FakeTensor:
         is_plain = value.constant is None and value.fake_device.type == "cpu"
         return (value.shape, value.stride(), value.dtype) if is_plain else None
@@ -184,7 +184,7 @@ def _described(value: Any) -> Any:
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The shape of a grouped product: torch's own rule takes bfloat16 only, its kernel takes more."""
+    """Fake result of a grouped matrix product: torch's own rule takes bfloat16 only, its kernels take more."""
     shape: tuple[int, ...]
     if a.dim() == 2 and b.dim() == 3:
         shape = (a.shape[0], b.shape[-1])
@@ -200,7 +200,7 @@ _LENIENT: dict[Any, Callable[..., Tensor]] = {GROUPED_MM: _grouped_mm}
 
 
 class _Nature:
-    """Properties of an ATen op, from its schema."""
+    """Properties of an ATen op, read from its schema."""
 
     __slots__ = ("communicates", "draws", "result", "writes")
 
@@ -239,7 +239,7 @@ def _written_to(function: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _is_without_chance(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Is a random op called so that it draws nothing, such as attention without dropout?"""
+    """Whether a random op is called so that it draws nothing, such as attention without dropout."""
     names = [a.name for a in function._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return any(n in names and not given.get(n) for n in ("dropout_p", "training"))

@@ -1,5 +1,4 @@
-"""Questions about values: computed where the graph proves the answer, answered where a declared assumption does,
-refused otherwise.
+"""Answer questions about values in a capture: by proof where possible, by a declared assumption, else by a letter.
 
     proved       the value depends on no input, parameter or draw:  (packed_mask[:, -1] == 0).all() of positions from
                  arange
@@ -39,11 +38,11 @@ _FINITE = {"isfinite": True, "isinf": False, "isnan": False}
 
 
 class Unknown(Exception):
-    """The value depends on what is not known while tracing."""
+    """Raised where a value depends on something that is not known while tracing."""
 
 
 def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
-    """The value that `function` (bool, item, tolist, ...) gives for this tensor."""
+    """The value that `function` (bool, item, tolist, ...) gives for this tensor; a letter where it is unknown."""
     node, line = recorder.node(tensor), source()
     is_question = function is Tensor.__bool__
     if is_question and _asks_a_distribution():
@@ -68,7 +67,7 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
 
 
 def _proved(node: fx.Node, by: set[str], function: Any, declared: Assume) -> Any:
-    """The value as far as it is known; `by` collects the reasons."""
+    """The value, without assumptions where possible; `by` collects the reasons."""
     value = _of_a_draw(node)
     if value is not None:
         by.add("whatever is drawn")
@@ -82,7 +81,7 @@ def _proved(node: fx.Node, by: set[str], function: Any, declared: Assume) -> Any
 
 
 def _asks_a_distribution() -> bool:
-    """Does torch.distributions ask whether all values that it was given are valid?"""
+    """Whether torch.distributions asks if all values that it was given are valid."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):  # ours
         frame = frame.f_back
@@ -94,7 +93,7 @@ _CHECKS = frozenset({distribution.__file__, constraints.__file__})
 
 
 def _of_a_draw(node: fx.Node) -> bool | None:
-    """A comparison of a draw from [0, 1) with a number that settles it."""
+    """Result of comparing a draw from [0, 1) with a number, where every draw gives the same; else None."""
     compared = walks.origin(node, _keeps_truth)
     compare = _COMPARED.get(op_name(compared))
     bound = compared.kwargs.get("other")
@@ -105,7 +104,7 @@ def _of_a_draw(node: fx.Node) -> bool | None:
 
 
 def _keeps_truth(node: fx.Node) -> bool:
-    """Is it true where all of its operand is, and false where none is?"""
+    """Whether the op's result is all true where its operand is, and all false where its operand is."""
     name = op_name(node)
     if name == "to" and type_of(node).dtype != "bool":
         return False
@@ -113,7 +112,7 @@ def _keeps_truth(node: fx.Node) -> bool:
 
 
 def _compute(node: fx.Node, by: set[str], function: Any, assume: Assume) -> Any:
-    """The value of a node from what is known; `by` collects the assumptions it took."""
+    """The value of a node from what is known; `by` collects the assumptions that it took."""
     env: dict[fx.Node, Any] = {}
 
     def is_known(at: fx.Node) -> bool:
@@ -131,7 +130,7 @@ def _compute(node: fx.Node, by: set[str], function: Any, assume: Assume) -> Any:
 
 
 def _known(assume: Assume, node: fx.Node, by: set[str]) -> Tensor | None:
-    """The value of a node that an assumption fixes; None: compute it from its operands."""
+    """The value of a node that an assumption fixes; None where it must be computed from its operands."""
     about, type_ = info(node), type_of(node)
     if type_.nbytes > LARGEST * 8:
         raise Unknown(f"a tensor too large to compute while tracing ({type_})")

@@ -1,4 +1,4 @@
-"""A call of a torch function: what it is given, and what is noted of it while it runs."""
+"""The torch function that is being captured, and what it does below."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _CONTAINERS = (list, tuple, dict)
 
 
 class RunningCall:
-    """The torch function that is being executed, and what it has come to below."""
+    """The torch function that is being executed, and what was noted of it below."""
 
     def __init__(self) -> None:
         self.function: Any = None  # None: nothing is being executed
-        self.drew: Any = None  # the random ATen op that it came to
-        self.wrote: list[tuple[Any, Tensor]] = []  # the ATen ops that wrote, and to what
+        self.drew: Any = None  # the random ATen op that it ran, if any
+        self.wrote: list[tuple[Any, Tensor]] = []  # ATen ops that wrote to a tensor, with that tensor
         self.given: set[int] | None = None  # inside an autograd.Function: ids of the tensors that it was given
         self.is_transformed = False  # inside vmap, grad, jvp
         self.opened: list[Any] = []  # composite functions whose bodies are being recorded
@@ -29,7 +29,7 @@ class RunningCall:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A torch function's name in letters."""
+    """Name of a torch function."""
     return getattr(function, "__name__", str(function))
 
 

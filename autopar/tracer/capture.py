@@ -1,4 +1,4 @@
-"""Module and example inputs -> Graph: run once on fake tensors, write down what is called, put everything back.
+"""Capture a module on example inputs as a Graph: run it once on fake tensors, and record every torch function.
 
     fake tensors     shapes and dtypes, nothing allocated; the module's tensors are swapped for the run and swapped back
     `recorder.py`    sees every torch function and what runs below
@@ -52,7 +52,7 @@ from autopar.tracer.regions import captured, keeping_defaults, no_collection
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A model, and the call of it that is to be captured."""
+    """A model, and the call of it to capture."""
 
     root: torch.nn.Module
     args: tuple[Any, ...]
@@ -62,7 +62,7 @@ class ModelCall:
 
 
 class ColoTracer(fx.Tracer):
-    """Module and example inputs -> Graph."""
+    """Captures modules as Graphs."""
 
     def trace(
         self,
@@ -74,7 +74,7 @@ class ColoTracer(fx.Tracer):
     ) -> Graph:
         """Trace `root` on inputs of these shapes.
 
-        With `loss`, trace `loss(outputs, inputs)` too and return (loss, outputs); with `precision`, as it computes on
+        With `loss`, trace `loss(outputs, inputs)` too and return (loss, outputs); with `precision`, trace the model on
         casts of its parameters and inputs.
         """
         if not isinstance(root, torch.nn.Module):
@@ -94,7 +94,7 @@ class ColoTracer(fx.Tracer):
 
 
 def _check(call: ModelCall, is_parallel: bool) -> None:
-    """Letters for a model or a call that cannot be captured."""
+    """Raise a letter for a model or a call that cannot be captured."""
     refuse_other_arguments(call.root, call.args, call.kwargs)
     refuse_hooks(call.root, is_parallel)
     refuse_lazy(call.root)
@@ -103,9 +103,9 @@ def _check(call: ModelCall, is_parallel: bool) -> None:
 
 
 def _refuse_counters(call: ModelCall, assume: Assume, graph: Graph, numbers: Sequence[Number]) -> None:
-    """Raise a letter where forward goes by numbers that it changes itself, call after call.
+    """Raise a letter where forward depends on numbers that it changes itself in every call.
 
-    The next two calls are captured too: what the first sets up, and later ones find, makes those alike.
+    The next two calls are captured, too: numbers that only the first call sets up make those two alike.
     """
     second, *_, later = _after(call, assume, numbers)
     is_steady = not later or str(second) == str(graph)
@@ -118,7 +118,7 @@ def _refuse_counters(call: ModelCall, assume: Assume, graph: Graph, numbers: Seq
 
 
 def _after(call: ModelCall, assume: Assume, numbers: Sequence[Number]) -> Captured:
-    """The capture of a call that finds these numbers; the modules are as they were afterwards."""
+    """Capture a call in which the modules hold these numbers; the modules are restored afterwards."""
     held = [(vars(n.module), n.name, vars(n.module)[n.name]) for n in numbers]
     try:
         for n in numbers:
@@ -130,7 +130,7 @@ def _after(call: ModelCall, assume: Assume, numbers: Sequence[Number]) -> Captur
 
 
 class Captured(NamedTuple):
-    """A graph, and what a capture leaves to be looked at."""
+    """A graph, and what remains to be checked after its capture."""
 
     graph: Graph
     made: list[weakref.ref[Tensor]]  # every tensor on the way
@@ -139,7 +139,7 @@ class Captured(NamedTuple):
 
 
 def _capture(call: ModelCall, assume: Assume) -> Captured:
-    """One run of the model on fakes."""
+    """Run the model once on fake tensors."""
     learn_dataclasses((call.args, call.kwargs))
     with _quiet():
         recorder = Recorder(call.root, assume, call.precision)
@@ -158,7 +158,7 @@ def _capture(call: ModelCall, assume: Assume) -> Captured:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """State of the process as a capture needs it, the caller's own put back afterwards."""
+    """Set process-wide state as a capture needs it; the caller's own is restored afterwards."""
     on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with (
         TRACING,
@@ -173,7 +173,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _run(call: ModelCall, recorder: Recorder) -> Graph:
-    """The graph of ops as they were recorded while the model ran on fakes."""
+    """The graph as recorded while the model ran on fake tensors, not yet canonical."""
     leaves, input_spec = pytree.tree_flatten((call.args, call.kwargs))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     # one tensor given twice is two inputs
@@ -216,7 +216,7 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
 
 
 def _forward(call: ModelCall) -> Any:
-    """The outputs of the model, with the loss in front where there is one."""
+    """Outputs of the model, behind the loss where there is one."""
     args, kwargs = call.args, call.kwargs
     if call.precision is not None:
         args, kwargs = pytree.tree_map_only(Tensor, call.precision.cast, (args, kwargs))
@@ -230,7 +230,7 @@ def _forward(call: ModelCall) -> Any:
 
 
 def unread_by(graph: Graph, root: torch.nn.Module) -> tuple[tuple[str, TensorType], ...]:
-    """Parameters and buffers that lie in memory, and that no output or update needs."""
+    """Parameters and buffers that are in memory, but that no output or update needs."""
     read = {
         name
         for node in graph.nodes

@@ -1,8 +1,8 @@
-"""Autocast, without a table: the casts under which an op does with autocast off what it did with it on.
+"""Write the casts of autocast into the graph, without a table of ops: those after which the op needs no autocast.
 
-Under autocast an op is run once, and the ATen ops it comes to are noted with the dtypes of their operands. Then its
-floating operands are cast to each dtype in question, the op runs with autocast off, and the casts whose notes are the
-same are written into the graph.
+Under autocast an op is run once, and the ATen ops that it runs are noted with the dtypes of their operands. Then its
+floating-point operands are cast to each candidate dtype and the op runs with autocast off; the casts that give the same
+notes are written into the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HIDDEN = frozenset({TO_COPY, UNSAFE_VIEW, torch.ops.aten.detach.default, torch.
 
 
 class Casts:
-    """The casts of one capture under autocast."""
+    """Casts of one capture under autocast."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -34,7 +34,7 @@ class Casts:
         self.cached: dict[tuple[int, torch.dtype], Tensor] = {}  # parameters are cast once a region, as autocast does
 
     def on(self) -> bool:
-        """Is autocast on? That of CUDA is a letter."""
+        """Whether autocast is on for the CPU; that of CUDA is refused by a letter."""
         if torch.is_autocast_enabled("cuda"):
             raise self.recorder.letter(
                 "autocast for cuda is switched on inside the model, and its casts cannot be seen on a CPU",
@@ -44,12 +44,12 @@ class Casts:
         return torch.is_autocast_enabled("cpu")
 
     def note(self, function: Any, args: Any) -> None:
-        """Note an ATen op with the types of its operands, while a function is being looked at."""
+        """Note an ATen op with the types of its operands, while a function is being tried."""
         if self.noted is not None and function not in _HIDDEN:
             self.noted.append((function, *((tuple(t.shape), t.dtype) for t in tensors_in(args, {}))))
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One torch function under autocast: executed and recorded, with its casts."""
+        """Execute and record one torch function under autocast, with its casts."""
         recorder = self.recorder
         result, noted = self._noted(function, args, kwargs)
         if not tensors_in((result,), {}):
@@ -81,7 +81,7 @@ class Casts:
         return result
 
     def _noted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
-        """The result of a function, and the ATen ops that it comes to."""
+        """The result of a function, and the ATen ops that it ran."""
         noted = self.noted = []
         try:
             return self.recorder.execute(function, args, kwargs), noted
@@ -91,7 +91,7 @@ class Casts:
     def _cast(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor]]]:
-        """The arguments with their floating tensors cast, and which were."""
+        """The arguments with floating-point tensors cast, and the pairs of tensors before and after."""
         casts: list[tuple[Tensor, Tensor]] = []
         call = self.recorder.call
 

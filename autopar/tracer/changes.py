@@ -1,4 +1,4 @@
-"""Changes that forward makes to its modules and inputs: buffers and inputs become outputs of the graph.
+"""Find what forward changes in its modules and inputs: buffers and inputs that change become outputs of the graph.
 
 Other attributes that forward sets are not kept, and the graph says so; parameters and submodules must stay.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModuleState:
-    """Things that a module holds at one moment."""
+    """Attributes, parameters and buffers of a module at one moment."""
 
     module: torch.nn.Module
     path: str
@@ -39,7 +39,7 @@ class ModuleState:
         )
 
     def restore(self) -> None:
-        """Put back what the module held, and what stood in its lists, dicts and sets."""
+        """Put back what the module held, and the content of its lists, dicts and sets."""
         for name, content in self.contents.items():  # hooks, submodules, lists
             held = self.attributes[name]
             held.clear()
@@ -53,7 +53,7 @@ class ModuleState:
 
 
 class Number(NamedTuple):
-    """An attribute of a module that is another number behind forward than before."""
+    """A number among a module's attributes that forward has changed."""
 
     module: torch.nn.Module
     name: str
@@ -62,7 +62,7 @@ class Number(NamedTuple):
 
 
 class Changes:
-    """Differences between the modules before and after one run of forward."""
+    """Differences of the modules before and after one run of forward."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -71,7 +71,7 @@ class Changes:
         self.numbers: list[Number] = []  # attributes that forward has set to another number
 
     def notice(self) -> None:
-        """Look at what forward has set on its modules."""
+        """Note what forward has set on its modules."""
         for state in self.before:
             self._notice_buffers(state)
             self._refuse_other_parameters(state)
@@ -79,7 +79,7 @@ class Changes:
             self._notice_attributes(state)
 
     def updates(self, inputs: list[Any]) -> list[tuple[str, str, Tensor]]:
-        """The buffers and inputs that stand for another value than at the start."""
+        """Buffers and inputs with new values, as (kind, name, tensor)."""
         names, found = self.recorder.names, []
         for fake in names.fakes:
             if names.of.get(id(fake)) and names.kinds[id(fake)] == "buffer" and self._has_changed(fake):
@@ -90,7 +90,7 @@ class Changes:
         return [*found, *(("buffer", name, t) for name, t in self.reassigned)]
 
     def close(self) -> None:
-        """Let go of all tensors."""
+        """Release all tensors."""
         self.before.clear()
         self.reassigned.clear()
 

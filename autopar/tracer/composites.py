@@ -1,4 +1,4 @@
-"""Open composite functions of torch: what they are made of takes their place in the graph.
+"""Open composite functions of torch: replace each by the chain of canonical ops that it runs.
 
 A function that is in no line of the vocabulary may be a composite: torch runs it as a chain of other ops, and autograd
 differentiates those. Where the vocabulary has every one of them, they are what the graph holds.
@@ -36,8 +36,8 @@ from autopar.runtime.private import TO_COPY, FakeTensorMode, TorchDispatchMode, 
 
 LONGEST = 64  # links: a recurrent module unrolled is not for a reader
 
-# The same numbers in another shape, or one number everywhere: the canonical form says shape and number, whichever of
-# these says it.
+# The same numbers in another shape, or one number everywhere: the canonical form has the same shape and numbers, but
+# need not dispatch the same ATen op.
 _SAME_NUMBERS = frozenset(
     "_unsafe_view alias full zeros ones empty scalar_tensor full_like zeros_like ones_like empty_like".split()
 )
@@ -65,14 +65,14 @@ class ChainLink:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """The ops that a composite function runs, in order, and which of their tensors it gives back."""
+    """The ops that a composite function runs, in order, and which of their tensors it returns."""
 
     links: tuple[ChainLink, ...]
     results: tuple[Ref, ...]
 
 
 def composites_are_opened(graph: Graph) -> None:
-    """Put the chain of a composite function in its place.
+    """Replace composite functions by their chains.
 
     before    y = kron(a, b)                                       # a is f32[2, 3], b is f32[4, 5]
     after     u = view(a, [2, 1, 3, 1]);  v = view(b, [1, 4, 1, 5]);  p = mul(u, v);  y = view(p, [8, 15])
@@ -93,7 +93,7 @@ def _may_be_opened(node: fx.Node) -> bool:
 
 
 def chain_of(node: fx.Node) -> Chain | None:
-    """The chain of the op of a node; None where it stays whole. Calls that are alike share one."""
+    """The chain of a node's op; None where the op stays whole. Equal calls share one chain."""
     operands = tuple(map(type_of, walks.operands(node)))
     arguments = pytree.tree_map_only(fx.Node, type_of, dict(node.kwargs))
     return _chain(WrittenCall(node.target, arguments, repr(arguments), operands, info(node).outputs))
@@ -123,7 +123,7 @@ def _chain(call: WrittenCall) -> Chain | None:
 
 
 class _Whole(Exception):
-    """The function is not opened."""
+    """Raised where a function cannot be opened."""
 
 
 class Dispatch(NamedTuple):
@@ -137,7 +137,7 @@ class Dispatch(NamedTuple):
 
 
 class _Dispatched(TorchDispatchMode):
-    """Notes every call below autograd, with the tensors that it was given and gave."""
+    """Notes every call below autograd, with its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 class Translation:
-    """Links of a chain as far as they are translated, and the tensors that they have made."""
+    """The translated links of a chain, and the tensors that they have made."""
 
     def __init__(self, seen: _Dispatched, given: list[Tensor]) -> None:
         self.seen = seen
@@ -197,7 +197,7 @@ class Translation:
         return _canonical_of_write(call.function, call.args, call.kwargs)
 
     def chain(self, results: list[Tensor], expected: tuple[TensorType, ...]) -> Chain:
-        """The chain, if it gives results of the types that the function gives."""
+        """The chain, if its results have the types of the function's results."""
         if any(id(t) not in self.where for t in results):  # autograd hands out the very objects that were dispatched
             raise _Whole
         if len(results) != len(expected) or not self.links:
@@ -211,7 +211,7 @@ class Translation:
 
 
 def _translated(seen: _Dispatched, given: list[Tensor], result: Any, expected: tuple[TensorType, ...]) -> Chain:
-    """The chain that was dispatched, in canonical ops."""
+    """Translate the dispatched calls into a chain of canonical ops."""
     if len(seen.calls) > LONGEST:
         raise _Whole
     _forget_what_autograd_keeps(seen, result)
@@ -226,16 +226,13 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _forget_what_autograd_keeps(seen: _Dispatched, result: Any) -> None:
-    """Leave out the detached copies that nobody reads.
-
-    Autograd makes them to save a result of an op for its backward.
-    """
+    """Leave out detached copies that nothing reads: autograd makes them to save results for backward."""
     read = {id(t) for c in seen.calls for t in _tensors((c.args, c.kwargs))} | {id(t) for t in _tensors(result)}
     seen.calls = [c for c in seen.calls if c.function is not torch.ops.aten.detach.default or id(c.made) in read]
 
 
 def _is_temporary(made: Any, target: Tensor, where: Mapping[int, Ref], seen: _Dispatched) -> bool:
-    """Is what is written to made in the chain, and is its memory known by this one name?"""
+    """Whether a written tensor was made in the chain, and no other tensor shares its memory."""
     memory = StorageWeakRef(target.untyped_storage())
     held = [t for c in seen.calls for t in _tensors((c.args, c.kwargs, c.made))]
     has_other_names = any(t is not target and StorageWeakRef(t.untyped_storage()) == memory for t in held)
@@ -243,7 +240,7 @@ def _is_temporary(made: Any, target: Tensor, where: Mapping[int, Ref], seen: _Di
 
 
 def _canonical_of_write(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
-    """The pure form of a call that writes to its first argument; it must give that without a cast."""
+    """The pure form of a call that writes to its first argument; it must give the target's dtype and shape."""
     op, arguments = functional(function, args, kwargs)
     if op is None or op.signature is None:
         raise _Whole
@@ -261,7 +258,7 @@ def _canonical(
     kwargs: dict[str, Any],
     made: Any,
 ) -> tuple[Op, dict[str, Any]]:
-    """The canonical op of an ATen call, which comes to the same ATen call."""
+    """The canonical op of an ATen call, checked by dispatching it again."""
     name = function._schema.name.partition("::")[2]
     if function.namespace != "aten":
         raise _Whole
@@ -285,7 +282,7 @@ def _canonical(
 
 
 def _look_alike(one: Any, other: Any) -> bool:
-    """Do these views show the same places of the same memory?"""
+    """Whether two views show the same elements of the same memory."""
 
     def shown(tensor: Tensor) -> tuple[Any, ...]:
         memory = StorageWeakRef(tensor.untyped_storage())
@@ -295,7 +292,7 @@ def _look_alike(one: Any, other: Any) -> bool:
 
 
 def _alike(one: Dispatch, other: Dispatch) -> bool:
-    """Do two calls of one function say the same, with defaults spelled out?
+    """Whether two calls of one function have the same arguments, with defaults filled in.
 
     Another overload may take a number where this one takes a tensor.
     """
@@ -319,12 +316,12 @@ def _alike(one: Dispatch, other: Dispatch) -> bool:
 
 
 def _is_unsaid(value: Any) -> bool:
-    """Is it what an argument is that another overload does not have?"""
+    """Whether a value can stand for an argument that another overload does not have."""
     return value is None or value is False or (isinstance(value, (list, tuple)) and not value)
 
 
 def _same(a: Any, b: Any) -> bool:
-    """The same tensor, or the same number. A device or a layout says nothing of values."""
+    """Whether two arguments are the same tensor or equal; devices and layouts do not change values and are ignored."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a is b
     where = (torch.device, torch.layout, torch.memory_format, type(None))
@@ -388,7 +385,7 @@ _SPELLED: dict[Any, Callable[..., Spelling]] = {  # ATen's form of a call, and t
 
 
 def _splice(graph: Graph, node: fx.Node, chain: Chain) -> None:
-    """The chain's nodes before the function's, which nobody uses afterwards."""
+    """Insert the chain's nodes before a composite and let them replace it."""
     about = info(node)
     operands = walks.operands(node)
     made: dict[Ref, fx.Node] = {Ref(-1, i): n for i, n in enumerate(operands)}

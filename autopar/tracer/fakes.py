@@ -1,4 +1,4 @@
-"""Fakes in the place of a module's tensors while it is captured."""
+"""Swap fake tensors for a module's tensors while it is captured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.tracer.recorder import Recorder
 
 
 class Fakes:
-    """One fake for each tensor, by identity, so that ties stay ties."""
+    """Makes one fake tensor for each tensor, by identity, so that ties stay ties."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
@@ -34,7 +34,7 @@ class Fakes:
         return self._made[id(tensor)][0]
 
     def _faked(self, value: Any) -> Any:
-        """The value with its tensors swapped, in lists and dicts too; the value itself if there are none."""
+        """The value with its tensors replaced by fakes, also in lists and dicts; the value itself if it has none."""
         if isinstance(value, Tensor):
             return self(value)
         if type(value) in (list, tuple) and any(isinstance(v, Tensor) for v in value):
@@ -45,10 +45,7 @@ class Fakes:
 
     @contextlib.contextmanager
     def swapped_into(self, root: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
-        """The module's tensors are fakes inside, themselves again outside.
-
-        Whatever forward sets on its modules is put back too.
-        """
+        """Inside the block the module's tensors are fakes; afterwards all that the modules held is restored."""
         before = [ModuleState.of(module, path) for path, module in root.named_modules()]
         swapped: list[tuple[Any, str, Any]] = []
         try:
@@ -65,7 +62,7 @@ class Fakes:
                 state.restore()
 
     def _swap(self, module: torch.nn.Module, swapped: list[tuple[Any, str, Any]]) -> None:
-        """Put fakes in the place of what one module holds, and note where."""
+        """Replace the tensors that one module holds, and note where."""
         for held in (module._parameters, module._buffers, vars(module)):
             for name, value in list(held.items()):
                 faked = self._faked(value) if name not in ("_parameters", "_buffers", "_modules") else value
@@ -75,7 +72,7 @@ class Fakes:
 
 
 def sharing(tensors: list[Tensor], fakes: list[Tensor]) -> set[int]:
-    """Identities of the fakes of tensors whose memory another one looks at."""
+    """Ids of the fakes whose tensors share memory with another one."""
     by_storage: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(i)

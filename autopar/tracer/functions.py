@@ -1,11 +1,13 @@
-"""The function mode: sees every torch function before autograd, and gives it to its handler.
+"""The function mode of a capture: sees every torch function before autograd, and passes it to its handler.
 
-queries        answered by the fakes: no node
-ops            one node each, under autocast with their casts
-composites     Python functions of torch: their bodies are recorded instead
-respelled      functions that ask for values or draw inside: what they come to is recorded
-refused        a letter
-writes         `writes.py`
+There are handlers for these kinds of functions:
+
+    queries        answered by the fakes: no node
+    ops            one node each, under autocast with their casts
+    composites     Python functions of torch: their bodies are recorded instead
+    respelled      functions that ask for values or draw inside: what they come to is recorded
+    refused        a letter
+    writes         `writes.py`
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Above(TorchFunctionMode):
 
 
 def plain(value: Any) -> Any:
-    """The value with Python's numbers in the place of numpy's: torch takes both, a graph holds the former."""
+    """The value with Python numbers instead of numpy's: torch takes both, a graph holds only Python's."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (tuple, list):
@@ -69,12 +71,12 @@ def plain(value: Any) -> Any:
 
 
 def query(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A question about a tensor's form."""
+    """Handle a query about a tensor's shape or dtype: no node."""
     return function(*args, **kwargs)
 
 
 def refusing(what: str, advice: str) -> Handler:
-    """A handler whose letter says this."""
+    """A handler that raises a letter of these words."""
 
     def refuse(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise recorder.letter(f"{what} ({name_of(function)})", args, advice)
@@ -83,12 +85,12 @@ def refusing(what: str, advice: str) -> Handler:
 
 
 def value(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A question about a tensor's values."""
+    """Handle a question about a tensor's values."""
     return branches.answer(recorder, function, args[0])
 
 
 def shown(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """print(x) shows a tensor's form; a hook that does so looks for values."""
+    """Handle printing of a tensor: allowed, except in a hook, which would print values."""
     if recorder.hooks.running:
         raise recorder.letter(
             f"a hook ({recorder.hooks.running[-1]}) shows a tensor, which has no values while a model is captured",
@@ -99,12 +101,12 @@ def shown(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def shape(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function whose result has a shape that values say."""
+    """Refuse a function whose result has a shape that depends on values."""
     raise recorder.depends_on_values(function, args)
 
 
 def attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An attribute of a tensor: x.shape, x.T, x.grad."""
+    """Handle an attribute of a tensor: x.shape, x.T, x.grad."""
     result = recorder.execute(function, args, kwargs)
     if isinstance(result, Tensor):
         try:
@@ -115,14 +117,14 @@ def attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 
 
 def op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that computes, under autocast with its casts."""
+    """Handle a function that computes, under autocast with its casts."""
     if recorder.casts.on():
         return recorder.casts.call(function, args, kwargs)
     return plain_op(recorder, function, args, kwargs)
 
 
 def plain_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that computes."""
+    """Handle a function that computes, without autocast."""
     refuse_generator(recorder, args, kwargs)
     if isinstance(kwargs.get("out"), Tensor):
         return into(recorder, function, args, kwargs)
@@ -132,7 +134,7 @@ def plain_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 
 
 def op_or_write(position: int) -> Handler:
-    """The handler of a function that may be asked to write, such as relu(x, inplace=True)."""
+    """A handler for a function whose argument at `position` may ask for a write, such as relu(x, inplace=True)."""
 
     def call(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_write = kwargs.get("inplace", args[position] if len(args) > position else False)
@@ -142,9 +144,9 @@ def op_or_write(position: int) -> Handler:
 
 
 def wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.requires_grad = True on a tensor of forward's own gives it a .grad that nobody outside sees.
+    """Handle x.requires_grad = True: allowed on a tensor that forward has made, whose .grad nobody outside sees.
 
-    On others it is a letter.
+    On other tensors it is refused by a letter.
     """
     tensor, wanted = args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     is_changed = tensor.requires_grad != wanted
@@ -157,7 +159,7 @@ def wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kwa
 
 
 def opened(function: types.FunctionType) -> Handler:
-    """The handler of a composite: its body is recorded, and told that nothing is overridden."""
+    """A handler for a composite: its body is recorded, with checks for overrides answered by no."""
     no_checks = dict.fromkeys(OVERRIDE_CHECKS, lambda *_: False)
     body = types.FunctionType(
         function.__code__,
@@ -184,7 +186,7 @@ def opened(function: types.FunctionType) -> Handler:
 
 
 def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that asks for values, or draws inside: what it comes to is recorded instead."""
+    """Handle a function that reads values or draws inside: its respelled form is recorded instead."""
     spelled, is_asked = RESPELLED[function]
     if not is_asked(args, kwargs):
         return op(recorder, function, args, kwargs)
@@ -193,7 +195,7 @@ def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 
 
 def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[i, 0, j]: tensors of one number and numbers choose before other tensors look up."""
+    """Handle x[i, 0, j]: integers and scalar tensors select before other tensors index."""
     tensor, items = args[0], _items(args[1])
     if not _choose_first(items):
         return op(recorder, function, args, kwargs)
@@ -205,7 +207,7 @@ def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 
 
 def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """x[i, 0, j] = v: a write to the row that x[i, 0] shows."""
+    """Handle x[i, 0, j] = v, a write to the row that x[i, 0] shows."""
     tensor, items, value = args[0], _items(args[1]), args[2]
     if not _choose_first(items):
         in_place(recorder, function, args, kwargs)
@@ -220,15 +222,15 @@ def _items(index: Any) -> list[Any]:
 
 
 def _choose_first(items: Sequence[Any]) -> bool:
-    """Is there a tensor of one number in an index, or a number beside a tensor?"""
+    """Whether an index has a scalar integer tensor, or an integer beside a tensor."""
     has_tensors = any(isinstance(item, Tensor) for item in items)
     return any(map(_is_one_number, items)) or (has_tensors and any(map(_is_int, items)))
 
 
 def _chosen(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> tuple[Tensor, list[Any]]:
-    """The part of a tensor that numbers choose, on its memory as in eager, and the items that are left.
+    """The part of a tensor that integers select, on its memory as in eager, and the remaining items.
 
-    torch would ask a tensor of one number for it; here it looks up a row.
+    torch would read the value of a scalar tensor; here it looks up a row.
     """
     kept: list[Any] = []
     for k, item in enumerate(items):
@@ -250,7 +252,7 @@ def _chosen(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> tuple[T
 
 
 def _plain(item: Any) -> Any:
-    """An item of an index, but for tensors, which compare by their values."""
+    """An item of an index, with None for tensors, which would compare by their values."""
     return None if isinstance(item, Tensor) else item
 
 
@@ -263,14 +265,14 @@ def _is_one_number(item: Any) -> bool:
 
 
 def _dims_of(item: Any) -> int:
-    """The number of dims of a tensor that an item of an index speaks of."""
+    """Number of dims of a tensor that an item of an index consumes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
 def assertion(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An assertion about values changes none; one about shapes is checked here."""
+    """Handle an assertion: one about values is dropped, one about shapes is checked now."""
     if not isinstance(args[0], Tensor):
         assert args[0], args[1] if len(args) > 1 else kwargs.get("message", "")
 
@@ -297,7 +299,7 @@ def handler_of(function: Any) -> Handler:
 
 
 def _by_form(function: Any) -> Handler:
-    """The handler that a function's name and code call for."""
+    """The handler for a function that has none of its own, by its name and code."""
     name = name_of(function)
     if name == "__get__":
         return attribute

@@ -1,11 +1,11 @@
-"""Hooks of modules while a model is captured.
+"""Classify the hooks of modules while a model is captured.
 
     computes         it returns something, writes to a tensor, or sets something on a module: part of the graph
     keeps, prints    a tensor of the capture has no values: a letter
     anything else    it counts, looks at shapes, or does nothing today: it runs in every call, on tensors without values
 
-The last are `idle` (`graph/idle.py`): the graph is the same without them. One that asks in a call for values, as it did
-not while it was captured, is a letter.
+The last are `idle` (`graph/idle.py`): the graph is the same without them. If such a hook asks for values in a later
+call, a letter is raised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLAIN = (int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.
 
 
 class Unseen:
-    """In the place of an argument that is neither tensor nor number nor text."""
+    """Stands for an argument that is neither tensor nor number nor text."""
 
 
 class Hooks:
@@ -44,7 +44,7 @@ class Hooks:
         self.met: list[tuple[weakref.ref[Tensor], str]] = []  # tensors that a hook was given or has made, and its name
 
     def watch(self, root: nn.Module) -> None:
-        """Wrap the hooks of all modules; whoever puts the modules back as they were takes the wrappers away."""
+        """Wrap the hooks of all modules; restoring the modules removes the wrappers."""
         for path, module in root.named_modules():
             for held_by in HELD_BY:
                 held = vars(module).get(held_by) or {}
@@ -76,7 +76,7 @@ class Hooks:
             self.running.pop()
 
     def _held_by_modules(self) -> list[Any]:
-        """Identities of the objects that the modules hold, and of those in their lists and dicts."""
+        """Ids of the objects that modules hold, also in their lists and dicts."""
         found: list[Any] = []
         for module in self.recorder.root.modules():
             for value in vars(module).values():
@@ -88,7 +88,7 @@ class Hooks:
         return found
 
     def refuse_kept(self) -> None:
-        """A letter where a tensor that a hook had is still there when nothing of the capture is."""
+        """Raise a letter where a tensor that a hook has seen is still alive after the capture."""
         for ref, name in self.met:
             if ref() is not None:
                 raise NotCaptured(

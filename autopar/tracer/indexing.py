@@ -1,4 +1,4 @@
-"""Indexing and assignment to ranges as the views and scatters that they come to."""
+"""Replace indexing, and assignment to ranges, by views and scatters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.tracer.rewriting import emit, rewriting
 
 
 def indexing_is_spelled_out(graph: Graph) -> None:
-    """Basic indexing is a chain of narrow, select and view; whole slices vanish.
+    """Replace basic indexing by narrow, select and view; slices of a whole dim vanish.
 
     before    y = x[..., 1:]                                       # x is i64[4, 17]
     after     y = narrow(x, dim=1, start=1, length=16)
@@ -27,7 +27,7 @@ def indexing_is_spelled_out(graph: Graph) -> None:
 
 
 def _indexed(node: fx.Node, value: Any, index: tuple[Any, ...]) -> Any:
-    """The value at a basic index, one dim at a time."""
+    """Emit the value at a basic index, one dim at a time."""
     dim = 0
     for i in index:
         type_ = type_of(value)
@@ -49,14 +49,14 @@ def _indexed(node: fx.Node, value: Any, index: tuple[Any, ...]) -> Any:
 
 
 def _with_dims(type_: TensorType, at: int, taken: int, *sizes: int) -> TensorType:
-    """The type with dims of these sizes in the place of some at one place."""
+    """The type with `taken` dims from `at` replaced by dims of these sizes."""
     return replace(type_, shape=(*type_.shape[:at], *sizes, *type_.shape[at + taken :]))
 
 
 def assignments_are_spelled_out(graph: Graph) -> None:
-    """Assignment to ranges is a scatter for each dim that is not whole.
+    """Replace assignment to ranges by scatters, one for each dim that is not whole.
 
-    One number under a mask is masked_fill, a tensor that is broadcast there is where.
+    A number under a mask becomes masked_fill, a tensor that is broadcast there becomes where.
 
     before    y = setitem(x, (slice(None), slice(1, None)), v)     # x is f32[4, 16], v is f32[4, 15]
     after     y = slice_scatter(x, v, dim=1, start=1, end=16)
@@ -70,7 +70,7 @@ def assignments_are_spelled_out(graph: Graph) -> None:
 
 
 def _assigned(node: fx.Node) -> fx.Node | None:
-    """The value of an assignment in canonical ops; None where it stays what it is."""
+    """The value of an assignment in canonical ops; None where it must stay as it is."""
     given, index, value = (node.kwargs[k] for k in ("input", "index", "value"))
     whole = type_of(given)
     if isinstance(index, fx.Node) and type_of(index).dtype == "bool":
@@ -91,20 +91,20 @@ def _assigned(node: fx.Node) -> fx.Node | None:
 
 
 def _aligned(node: fx.Node, mask: fx.Node, whole: TensorType) -> fx.Node:
-    """A mask of leading dims, with dims of size 1 behind them."""
+    """A mask of leading dims, with dims of size 1 appended."""
     shape = type_of(mask).shape
     return emit(node, "view", input=mask, size=(*shape, *[1] * (len(whole.shape) - len(shape))))
 
 
 def _as_dtype(node: fx.Node, value: fx.Node, whole: TensorType) -> fx.Node:
-    """The value in the dtype of the whole."""
+    """The value cast to the dtype of `whole`."""
     return value if type_of(value).dtype == whole.dtype else emit(node, "to", input=value, dtype=whole.torch_dtype)
 
 
 def _scattered(node: fx.Node, given: Any, index: list[tuple[int, Any]], value: Any) -> fx.Node:
     """`given` with `value` at the rest of an index, one dim at a time.
 
-    The parts that lie inside are put back into those around them.
+    Inner parts are written first, and put back into those around them.
     """
     shape = type_of(given).shape
     while index and _is_whole(index[0][1], shape[index[0][0]]):
@@ -124,7 +124,7 @@ def _scattered(node: fx.Node, given: Any, index: list[tuple[int, Any]], value: A
 
 
 def _spread(node: fx.Node, given: Any, value: Any) -> fx.Node:
-    """The value in the shape and dtype of all that is given."""
+    """The value expanded and cast to the shape and dtype of `given`."""
     whole = type_of(given)
     if not isinstance(value, fx.Node):
         return emit(node, "full_like", input=given, fill_value=value)
@@ -137,12 +137,12 @@ def _spread(node: fx.Node, given: Any, value: Any) -> fx.Node:
 
 
 def _is_whole(index: Any, size: int) -> bool:
-    """Is it a slice of all of a dim?"""
+    """Whether an index is a slice of all of a dim."""
     return isinstance(index, slice) and index.indices(size)[:2] == (0, size)
 
 
 def _basic_index(index: Any, rank: int) -> tuple[Any, ...] | None:
-    """One entry for each dim, and None for each new one; None for tensors, lists and steps."""
+    """The index with one entry for each dim and None for each new dim; None for one with tensors, lists or steps."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(map(_is_basic, index)):
         return None
@@ -152,7 +152,7 @@ def _basic_index(index: Any, rank: int) -> tuple[Any, ...] | None:
 
 
 def _is_basic(index: Any) -> bool:
-    """Is it a number, a slice without a step, None or an ellipsis?"""
+    """Whether an item of an index is an integer, a slice without a step, None or an ellipsis."""
     if isinstance(index, slice):
         return index.step in (None, 1)
     return isinstance(index, (int, type(None), type(...))) and not isinstance(index, bool)

@@ -1,4 +1,4 @@
-"""Losses and means as sums over global counts."""
+"""Rewrite losses and means as sums over global counts, so that they can be cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.tracer.rewriting import emit, rewriting
 
 
 def losses_are_means(graph: Graph) -> None:
-    """Take the reduction out of a pointwise loss.
+    """Separate the reduction from a pointwise loss.
 
     before    loss = mse_loss(x, y)
     after     e = mse_loss(x, y, reduction="none");  loss = mean(e)
@@ -35,7 +35,7 @@ def losses_are_means(graph: Graph) -> None:
 
 
 def _is_old(node: fx.Node) -> bool:
-    """Does the call say its reduction by the arguments of old?"""
+    """Whether the call gives its reduction by the deprecated arguments."""
     return any(node.kwargs.get(k) is not None for k in ("size_average", "reduce"))
 
 
@@ -44,7 +44,7 @@ def _is_mean_over_weights(node: fx.Node) -> bool:
 
 
 def means_are_sums(graph: Graph) -> None:
-    """A mean is a sum over the global count, so that a cut dim leaves a plain P(sum).
+    """Replace a mean by a sum over the global count, so that a cut dim leaves a plain P(sum).
 
     Half precision sums in float32.
 
@@ -68,9 +68,9 @@ def means_are_sums(graph: Graph) -> None:
 
 
 def cross_entropy_counts_its_targets(graph: Graph) -> None:
-    """The mean over targets that are not ignored is a sum over the global count of them.
+    """Replace a mean cross entropy by a sum over the global count of targets that are not ignored.
 
-    With class weights, over the sum of their weights.
+    With class weights, the sum is divided by the sum of the targets' weights.
 
     before    loss = cross_entropy(x, t)
     after     s = cross_entropy(x, t, reduction="sum");  n = sum(ne(t, -100));  loss = div(s, n)
@@ -84,7 +84,7 @@ def cross_entropy_counts_its_targets(graph: Graph) -> None:
 
 
 def _mean_over_targets(node: fx.Node) -> fx.Node:
-    """The sum of the losses over the count, or the weights, of the targets; half is summed in float32."""
+    """Sum of the losses over the count, or the weights, of the targets; half precision is summed in float32."""
     given: Any = node.kwargs["input"]
     target: Any = node.kwargs["target"]
     weight: Any = node.kwargs.get("weight")

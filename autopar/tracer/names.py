@@ -1,4 +1,4 @@
-"""Names of the tensors that a module holds, by the identity of the fake that stands for each."""
+"""Names of a module's tensors, by the id of the fake that stands for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")  # the attributes in which
 
 
 class Names:
-    """Names and kinds of a module's tensors, and the names that plans know."""
+    """Names and kinds of a module's tensors, and all names that plans use."""
 
     def __init__(self) -> None:
         self.of: dict[int, tuple[str, ...]] = {}  # id(fake) -> all names of its tensor
@@ -22,7 +22,7 @@ class Names:
         self.sharing: set[int] = set()  # ids of the fakes whose memory has another name
 
     def learn(self, root: torch.nn.Module, fakes: list[Tensor]) -> None:
-        """Take in every name of every tensor that the module holds."""
+        """Learn every name of every tensor that the module holds."""
         named = [("parameter", n, p) for n, p in root.named_parameters(remove_duplicate=False)]
         named += [("buffer", n, b) for n, b in root.named_buffers(remove_duplicate=False)]
         for path, module in root.named_modules():  # a plain attribute is a buffer too
@@ -34,10 +34,7 @@ class Names:
         self.taken = {name for names in self.of.values() for name in names}
 
     def apart(self, kind: str, name: str, prefix: str = "") -> str:
-        """A name for an input or output that no tensor of the model and no other input has in plans.
-
-        "input mask" where a buffer is called mask.
-        """
+        """A name for an input or output that no other tensor has in plans: "input mask" beside a buffer "mask"."""
         while prefix + name in self.taken:
             name = f"{kind} {name}"
         self.taken.add(prefix + name)
@@ -45,7 +42,7 @@ class Names:
 
 
 def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Tensors that a module holds as plain attributes, in a list or a dict as well, and where they stand."""
+    """Tensors that a module holds as plain attributes, also in a list or dict, with their paths."""
     for name, value in vars(module).items():
         entries: Any = ()
         if name in _REGISTERED:

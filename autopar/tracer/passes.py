@@ -1,4 +1,4 @@
-"""From what was recorded to the canonical vocabulary: passes with a before and an after.
+"""Rewrite a recorded graph into the canonical vocabulary, by passes with a before and an after.
 
 Passes about one subject stand in `composites.py`, `indexing.py` and `losses.py`; their order is the tuple below.
 """
@@ -38,10 +38,10 @@ _IDLE = (
 
 
 def no_ops_leave(graph: Graph) -> None:
-    """Ops that change nothing leave.
+    """Remove ops that change nothing.
 
-    Dropout that drops nothing, a view to the same shape, a cast to the same dtype, a full slice, nothing that is added,
-    as where Python's sum begins with 0.
+    These are dropout that drops nothing, a view to the same shape, a cast to the same dtype, a full slice, and adding
+    0, as Python's sum begins with.
 
     before    y = dropout(x, p=0.0);  z = view(y, [4, 16])         # y is f32[4, 16]
     after     z = x
@@ -73,10 +73,7 @@ def _unchanged(node: fx.Node) -> Any:
 
 
 def _added_to_nothing(node: fx.Node) -> Any:
-    """The operand of an addition whose other one is the number 0.
-
-    None where there is none of the result's type.
-    """
+    """The operand to which an addition adds the number 0; None where there is none of the result's type."""
     one, other = node.kwargs["input"], node.kwargs["other"]
     if not isinstance(one, fx.Node):
         one, other = other, one
@@ -85,9 +82,9 @@ def _added_to_nothing(node: fx.Node) -> Any:
 
 
 def _only_part(node: fx.Node) -> Any:
-    """The one operand of a cat that is not empty; None where there are several, and the empty ones leave.
+    """The one operand of a cat that is not empty; None where there are several, after dropping the empty ones.
 
-    An empty cache is put in front of the first keys, an empty rest behind what is turned.
+    A model may put an empty cache in front of its first keys, or an empty rest behind rotated dims.
     """
     dim: Any = node.kwargs.get("dim", 0)
     tensors: Any = node.kwargs["tensors"]
@@ -99,7 +96,7 @@ def _only_part(node: fx.Node) -> Any:
 
 
 def _drops_all(node: fx.Node) -> bool:
-    """Does this dropout leave nothing?"""
+    """Whether this dropout drops every element."""
     is_training = node.kwargs.get("training", "alpha" not in op_name(node))
     return bool(node.kwargs.get("p", 0.5) >= 1 and is_training)
 
@@ -109,7 +106,7 @@ def _are_alike(one: TensorType, other: TensorType) -> bool:
 
 
 def addmm_is_linear(graph: Graph) -> None:
-    """A bias plus a product is a linear with its weight turned.
+    """Replace addmm by a linear with the weight transposed.
 
     before    y = addmm(bias, x, w)
     after     wt = t(w);  y = linear(x, wt, bias)
@@ -128,7 +125,7 @@ def addmm_is_linear(graph: Graph) -> None:
 
 
 def linears_keep_their_batch_dims(graph: Graph) -> None:
-    """A linear between a flattening and its undoing needs neither.
+    """Remove a flattening before a linear, and its undoing behind it.
 
     before    f = view(x, [64, 32]);  l = linear(f, w, b);  y = view(l, [4, 16, 96])       # x is f32[4, 16, 32]
     after     y = linear(x, w, b)
@@ -152,7 +149,7 @@ def linears_keep_their_batch_dims(graph: Graph) -> None:
 
 
 def random_ops_are_numbered(graph: Graph) -> None:
-    """Each random op gets its place in the order of the program: its draws depend on it.
+    """Number the random ops in the order of the program: their draws depend on it.
 
     before    y = dropout(x, p=0.1)
     after     y = dropout(x, p=0.1)        # random op 0
@@ -165,10 +162,10 @@ def random_ops_are_numbered(graph: Graph) -> None:
 
 
 def one_name_per_fan_out(graph: Graph) -> None:
-    """A value with several consumers passes through one identity node.
+    """Put one identity node behind each value with several consumers.
 
-    A shared conversion is priced and emitted once, and the gradients of its uses are added before one reduction. Every
-    input gets one too: it says how the input is used.
+    A shared conversion is then priced and emitted once, and the gradients of its uses are added before one reduction.
+    Every input gets one too: it says how the input is used.
 
     before    h = linear(x, w);  a = gelu(h);  y = add(h, a)
     after     h = linear(x, w);  i = identity(h);  a = gelu(i);  y = add(i, a)
@@ -191,7 +188,7 @@ def one_name_per_fan_out(graph: Graph) -> None:
 
 
 def _is_fanned_out(node: fx.Node) -> bool:
-    """Is it read several times, or an input that is read at all?"""
+    """Whether a value is read several times, or is an input that is read at all."""
     if len(node.users) != 1 or info(node).kind == "input":
         return bool(node.users)
     (user,) = node.users
@@ -199,7 +196,7 @@ def _is_fanned_out(node: fx.Node) -> bool:
 
 
 def drop_dead(graph: Graph) -> None:
-    """Ops that nobody uses leave; inputs stay, used or not, and so do draws, which move the generator."""
+    """Remove ops that nothing uses; inputs stay, used or not, and so do draws, which move the generator."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and info(node).random < 0:
             graph.fx.erase_node(node)
@@ -224,7 +221,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
 
 
 def canonicalise(graph: Graph) -> Graph:
-    """Run the passes; after each, the graph is legal."""
+    """Run the passes; the graph is verified after each."""
     run_passes("graph", PASSES, graph, verify)
     graph.fx.__dict__.pop("_autopar_keys", None)
     return graph

@@ -1,4 +1,4 @@
-"""The place in the user's program: the module that runs, the checkpoint regions that are open, the line of source."""
+"""Where in the user's program a capture is: the running module, open checkpoint regions, and the line of source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Whereabouts:
 
     def __init__(self, root: torch.nn.Module) -> None:
         self.thread = threading.get_ident()
-        self.is_running = False  # the model is
+        self.is_running = False  # whether the model runs
         self.paths = {id(module): path for path, module in root.named_modules()}
         self.modules: list[str] = []  # paths of those that are running, innermost last
         self.regions: list[int] = []  # checkpoint regions that are open, innermost last
@@ -34,16 +34,16 @@ class Whereabouts:
 
     @property
     def module(self) -> str:
-        """The path of the innermost module that is running."""
+        """Path of the innermost running module."""
         return self.modules[-1] if self.modules else ""
 
     def is_in_model(self) -> bool:
-        """Is it the captured model that runs here, and not another thread, or what stands around the model?"""
+        """Whether the captured model runs here: not another thread, and not code around the model."""
         return self.is_running and threading.get_ident() == self.thread
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Modules are followed as they begin and end."""
+        """Track modules inside the block as they begin and end."""
         hooks = torch.nn.modules.module
 
         def enter(module: torch.nn.Module, _: Any) -> None:
@@ -68,7 +68,7 @@ class Whereabouts:
 
     @contextlib.contextmanager
     def within(self, path: str) -> Iterator[None]:
-        """Let ops that are recorded inside belong to that module."""
+        """Let ops that are recorded in the block belong to that module."""
         self.modules.append(path)
         try:
             yield
@@ -77,7 +77,7 @@ class Whereabouts:
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """A checkpoint region of its own."""
+        """Open a checkpoint region for the block."""
         self.regions.append(self.region_count)
         self.region_count += 1
         try:
@@ -99,7 +99,7 @@ def source() -> str:
 
 
 def defined(function: Any) -> str:
-    """The line at which a function of a class begins; "" of one that was not written in Python."""
+    """The line at which a function of a class begins; "" for one that was not written in Python."""
     code = getattr(function, "__code__", None)
     if code is None:
         return ""
@@ -108,5 +108,5 @@ def defined(function: Any) -> str:
 
 @functools.cache
 def is_ours(filename: str) -> bool:
-    """Does the code of a file belong to torch, to autopar, or to nobody?"""
+    """Whether a file is part of torch or autopar, or no real file."""
     return filename.startswith(_NOT_THE_USERS) or filename.startswith("<")

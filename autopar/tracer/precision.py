@@ -1,8 +1,8 @@
-"""Mixed precision: parameters keep the dtype in which they are stored, the model computes in another.
+"""Mixed precision: parameters keep the dtype in which they are stored, and the model computes in another.
 
 The single-device program under a `Precision` is the model run on casts of its parameters and inputs (`reference`); the
-graph holds those casts as ops of its own, each just before its first use. What a plan then does with them is the
-algebra's business: a parameter stored in parts is cast and then gathered, in half the bytes.
+graph holds those casts as ops of its own, each just before its first use. What a plan does with them follows from the
+algebra: a parameter stored in parts is cast and then gathered, in half the bytes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of compute and of the reduction of gradients.
+    """Dtype in which the model computes, and dtype in which gradients are reduced.
 
-    Parameters, gradients and states are stored in the model's own.
+    Parameters, gradients and optimizer states are stored in the model's own dtype.
     """
 
     param: str = "bfloat16"
@@ -52,11 +52,11 @@ class Precision:
                 )
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """The tensor in the dtype of compute; whole numbers stay."""
+        """The tensor in the dtype of compute; integers stay."""
         return tensor.to(getattr(torch, self.param)) if tensor.is_floating_point() else tensor
 
     def check(self, name: str, parameter: Tensor) -> None:
-        """A gradient exists in the dtype of compute and in that of storage: it is reduced in one of them."""
+        """Raise unless gradients are reduced in a dtype that they have at some time: that of compute or of storage."""
         stored = str(parameter.dtype).removeprefix("torch.")
         if parameter.requires_grad and self.reduce not in (self.param, stored):
             raise NotServed(
@@ -68,10 +68,7 @@ class Precision:
 
 
 def reference(model: torch.nn.Module, precision: Precision) -> Callable[..., Any]:
-    """The single-device program under a precision, as a function of the model's inputs.
-
-    What a parallel model computes.
-    """
+    """The single-device program under a precision, as a function of inputs: what a parallel model computes."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, precision.cast, (args, kwargs))
@@ -84,13 +81,11 @@ def reference(model: torch.nn.Module, precision: Precision) -> Callable[..., Any
 
 
 class NormsOfTwoDtypes(TorchFunctionMode):
-    """Batch and instance norms whose running statistics are stored in another dtype than the one they compute in.
+    """Function mode for batch and instance norms whose running statistics have another dtype than their input.
 
-    Torch refuses most of them.
-
-    A narrower input (bfloat16 beside float32) is normalised as torch does under autocast: weight and bias in the dtype
-    of the statistics, the result in that of the input. For any other pair the statistics are cast to the dtype of the
-    input, and written back in their own.
+    Torch refuses most of them. A narrower input (bfloat16 beside float32) is normalised as torch does under autocast:
+    weight and bias in the dtype of the statistics, the result in that of the input. For any other pair the statistics
+    are cast to the dtype of the input, and written back in their own.
     """
 
     def __torch_function__(
@@ -127,10 +122,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @contextlib.contextmanager
 def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[list[fx.Node]]:
-    """Inside, the modules hold casts of their parameters, in the parameters' place.
-
-    They are ops of the recorder's graph. Gives their nodes.
-    """
+    """Inside the block the modules hold casts of their parameters, recorded as ops; yields the nodes of the casts."""
     casts: list[fx.Node] = []
     if precision is None:
         yield casts
@@ -161,10 +153,9 @@ def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[li
 
 
 def sink(casts: Sequence[fx.Node]) -> None:
-    """Before: casts stand where the model begins.
+    """Move casts from the start of the program to just before their first use, and remove those without use.
 
-    After: each just before its first use, so that a cast copy lives no longer than it must; one that nothing uses is
-    gone.
+    A cast copy thereby lives no longer than it must.
     """
     for cast in casts:
         if not cast.users:

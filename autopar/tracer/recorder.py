@@ -1,4 +1,4 @@
-"""Write down every torch function that a module calls, as a list of pure ops.
+"""Record every torch function that a module calls, as a list of pure ops.
 
     functions.py    the function mode: sees every torch function, before autograd; one node each
     below.py        the fake mode: sees ops inside TorchScript and transforms, writes and draws
@@ -121,7 +121,7 @@ SHAPES = frozenset(
         _T.bincount,
     }
 )
-SAYS_ITS_SHAPE = {  # the call with the same result whose shape numbers say
+SAYS_ITS_SHAPE = {  # a call with the same result, whose shape does not depend on values
     "one_hot": "one_hot(x, num_classes=n)",
     "tensor_split": "tensor_split(x, [i, j, ...]), with a list of numbers",
     "repeat_interleave": "repeat_interleave(x, counts, output_size=n), or one count for all",
@@ -154,7 +154,7 @@ class Recorder:
     def __init__(self, root: torch.nn.Module, assume: Assume, precision: Precision | None = None) -> None:
         self.root = root
         self.precision = precision
-        self.stand_ins: dict[int, str] = {}  # of the casts that stand for parameters under precision=, their names
+        self.stand_ins: dict[int, str] = {}  # id(cast of a parameter under precision=) -> name of the parameter
         self.assumptions = Assumptions(assume)
         self.place = Whereabouts(root)
         self.program = Recording(self.place)
@@ -171,26 +171,26 @@ class Recorder:
     # -- what enters and leaves
 
     def add_input(self, tensor: Tensor, name: str) -> str:
-        """The name of the placeholder for a tensor of the inputs."""
+        """Add a placeholder for an input tensor, and return its name."""
         node = self.program.add_input(tensor, name)
         self.values.bind(tensor, node)
         return str(node.target)
 
     def learn_names(self, fakes: list[Tensor]) -> None:
-        """Learn what the module's tensors are called; inputs get names apart from them."""
+        """Learn the names of the module's tensors, and rename inputs that have the same."""
         self.names.learn(self.root, fakes)
         for node in self.program.inputs():
             node.meta["info"] = replace(info(node), key=self.names.apart("input", info(node).key))
 
     def add_output(self, tensors: list[Tensor]) -> None:
-        """The output node, for these tensors."""
+        """Add the output node for these tensors."""
         self.program.add_output([self.node(t) for t in tensors], tensors)
 
     def close(self) -> list[weakref.ref[Tensor]]:
-        """Let go of all tensors; what any of them are still held by, the references that come back show.
+        """Release all tensors; the returned references show which of them something else still holds.
 
-        Fakes hold their mode, the mode the recorder, the recorder the fakes, and autograd holds them where no collector
-        sees: the ring is opened here.
+        Fakes hold their mode, the mode the recorder, and the recorder the fakes, through autograd where no garbage
+        collector sees it: the cycle is broken here.
         """
         made = self.values.close()
         self.changes.close()
@@ -248,14 +248,14 @@ class Recorder:
         self.values.bind_all(result, self.emit(made, arguments, outputs, draws), (made, arguments))
 
     def writes(self, op: Any, arguments: dict[str, Any]) -> bool:
-        """Does this call write to its arguments?"""
+        """Whether this call writes to its arguments."""
         _, written, flag = WRITES[op.name]
         return arguments.get(flag, op.signature.parameters[flag].default) and all(
             arguments.get(n) is not None for n in written
         )
 
     def apply(self, cls: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An autograd.Function is one node, kept with its backward; what is inside is its own affair."""
+        """Record an autograd.Function as one node, with its own backward; its body is not recorded."""
         if self.casts.on():
             raise self.letter(
                 f"the autograd.Function {cls.__name__} runs under autocast",
@@ -272,7 +272,7 @@ class Recorder:
         return result
 
     def check_given(self, args: Any) -> None:
-        """An autograd.Function must be given all that it reads, or gradients are lost."""
+        """Raise where an autograd.Function reads a known tensor that it was not passed: gradients would be lost."""
         given = self.call.given or set()
         for tensor in tensors_in(args, {}):
             if self.knows(tensor) and id(tensor) not in given:
@@ -281,7 +281,7 @@ class Recorder:
                 )
 
     def type_of_run(self, op: Any, arguments: dict[str, Any]) -> TensorType:
-        """The type that an op gives, by running it on the fakes."""
+        """The type of an op's result, found by running it on the fakes."""
         was_running, self.place.is_running = self.place.is_running, False
         try:
             return TensorType.of(op.run(arguments))
@@ -289,11 +289,11 @@ class Recorder:
             self.place.is_running = was_running
 
     def emit(self, op: Any, arguments: dict[str, Any], outputs: Any, draws: bool = False) -> fx.Node:
-        """A new op node on the nodes that stand for its arguments now."""
+        """Add an op node on the nodes that its arguments stand for now."""
         return self.program.add_op(op, self.resolved(arguments), outputs, draws)
 
     def resolved(self, value: Any) -> Any:
-        """The value with nodes in the place of the tensors that they stand for now."""
+        """The value with each tensor replaced by the node that it stands for now."""
         if isinstance(value, Tensor):
             return self.node(value)
         if isinstance(value, torch.Size):
@@ -308,7 +308,7 @@ class Recorder:
         return value
 
     def node(self, tensor: Tensor) -> fx.Node:
-        """The node that stands for a tensor now."""
+        """The node that a tensor stands for now; a tensor of the module is added when it is first read."""
         found = self.values.node(tensor)
         if found is not None:
             return found
@@ -319,19 +319,19 @@ class Recorder:
         return node
 
     def knows(self, tensor: Tensor) -> bool:
-        """Is it an input, a tensor of the module, or a result?"""
+        """Whether a tensor is an input, a tensor of the module, or a result."""
         return id(tensor) in self.values.nodes or id(tensor) in self.names.of
 
     # -- letters
 
     def letter(self, what: str, args: Any, advice: str = "") -> NotCaptured:
-        """A letter about the line that is running, with the types of these arguments."""
+        """A letter about the running line of source, with the types of these arguments."""
         seen = ", ".join(str(TensorType.of(t)) for t in tensors_in((args,), {}))
         self.last_letter = NotCaptured(what, at=source(), seen=seen, advice=advice)
         return self.last_letter
 
     def outsider(self, tensor: Tensor) -> NotCaptured:
-        """The letter for a tensor that is none of the model's, its inputs' or its results."""
+        """The letter for a tensor that is neither the model's nor an input nor a result."""
         return NotCaptured(
             "a tensor from outside the model and its inputs would become a constant",
             at=source(),
@@ -342,7 +342,7 @@ class Recorder:
     def letter_about(
         self, error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> NotCaptured | None:
-        """The letter for an error of a torch function on fakes, or None where the error says all there is to say."""
+        """The letter for an error of a torch function on fakes, or None where the error says enough."""
         name = name_of(function)
         # a kernel may read values where others read shapes
         if type(error).__name__ in VALUE_ERRORS or "data is not allocated yet" in str(error):
@@ -361,7 +361,7 @@ class Recorder:
     def _runs_in_single_precision(
         self, dtype: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Does a function that failed on operands of this dtype run where they are float32?"""
+        """Whether a function that failed on operands of this dtype runs on float32."""
         narrow = getattr(torch, dtype)
         if not any(t.dtype == narrow for t in tensors_in(args, kwargs)):
             return False
@@ -376,14 +376,14 @@ class Recorder:
         return True
 
     def depends_on_values(self, function: Callable[..., Any], args: tuple[Any, ...]) -> NotCaptured:
-        """The letter for a function whose result has a shape that only the values of a tensor say."""
+        """The letter for a function whose result has a shape that depends on a tensor's values."""
         name = name_of(function)
         what = f"the shape of {name}'s result depends on the values of a tensor, which a graph cannot hold"
         return self.letter(what, args, SAYS_ITS_SHAPE.get(name, "torch.where, or a mask of fixed shape"))
 
 
 def _refuse_hidden_write(recorder: Recorder, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """A function that wrote to what it was given, and is not known to."""
+    """Refuse a function that has written to an argument and is not known to do so."""
     is_known = function in SPELLINGS and SPELLINGS[function][0].name in WRITES
     if not is_known and any(recorder.values.shares_storage(target) for _, target in recorder.call.wrote):
         raise recorder.letter(
@@ -396,7 +396,7 @@ def _refuse_hidden_write(recorder: Recorder, function: Callable[..., Any], args:
 def _refuse_layouts(
     recorder: Recorder, function: Callable[..., Any], args: tuple[Any, ...], tensors: Sequence[Tensor]
 ) -> None:
-    """A function of tensors that are not rows of numbers: sparse, or of rows of different lengths."""
+    """Refuse tensors that are not strided: sparse or nested."""
     layouts = {str(t.layout).removeprefix("torch.") for t in tensors if t.layout != torch.strided}
     if layouts:
         raise recorder.letter(
@@ -407,7 +407,7 @@ def _refuse_layouts(
 
 
 def _refuse_sparse_gradients(recorder: Recorder, op: Any, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
-    """A table whose gradient would be of the rows alone that were looked up."""
+    """Refuse lookups in a trained table whose gradient would be sparse."""
     is_sparse = arguments.get("sparse") is True or arguments.get("sparse_grad") is True
     if is_sparse and any(t.requires_grad for t in tensors_in((arguments,), {})):
         raise recorder.letter(
@@ -418,7 +418,7 @@ def _refuse_sparse_gradients(recorder: Recorder, op: Any, arguments: dict[str, A
 
 
 def _refuse_mixed_dtypes(recorder: Recorder, op: Any, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
-    """Operands of several dtypes where torch refuses them on real tensors, but not on fakes."""
+    """Refuse operands of several dtypes where torch accepts them on fakes, but not on real tensors."""
     if not facts_of(op.name).one_dtype:
         return
     floating = [t for t in tensors_in((arguments,), {}) if t.is_floating_point()]

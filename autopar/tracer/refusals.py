@@ -1,4 +1,4 @@
-"""Refusals: models, inputs and outputs that a graph cannot hold, each a letter, before and after forward runs."""
+"""Refuse models, inputs and outputs that a graph cannot hold, each by a letter, before or after forward runs."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ _IN_FORWARD_MODE = "elem.device.type must be 'meta'"  # torch says so of a tange
 
 @contextlib.contextmanager
 def telling_whose_error() -> Iterator[None]:
-    """Errors of the model's own code, or of torch on its behalf, as letters with their place.
-
-    What is raised in autopar stays as it is.
-    """
+    """Turn errors that the model raises in the block into letters with their place; autopar's own errors stay."""
     try:
         yield
     except Letter:
@@ -79,7 +76,7 @@ def telling_whose_error() -> Iterator[None]:
 
 
 def _words_of(error: Exception) -> str:
-    """The words of an error, if it has any and can say them."""
+    """The text of an error behind a colon; empty where the error cannot be printed."""
     try:
         return f": {error}"
     except Exception:  # of a __str__ that fails
@@ -88,7 +85,7 @@ def _words_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def refusing_higher_order_ops(recorder: Recorder) -> Iterator[None]:
-    """torch.cond, flex_attention and their like hold graphs of their own."""
+    """Refuse torch.cond, flex_attention and the like, which hold graphs of their own."""
     try:
         yield
     except (NotImplementedError, RuntimeError, SystemError) as e:
@@ -111,7 +108,7 @@ def refusing_higher_order_ops(recorder: Recorder) -> Iterator[None]:
 
 
 def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> None:
-    """Inputs that the model's forward does not take, or lacks."""
+    """Refuse inputs that the model's forward does not accept."""
     try:
         signature = inspect.signature(root.forward)
     except (TypeError, ValueError):  # a forward that does not tell
@@ -127,9 +124,9 @@ def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> Non
 
 
 def refuse_hooks(root: torch.nn.Module, is_parallel: bool = False) -> None:
-    """Forward hooks run while tracing (hooks.py).
+    """Refuse backward hooks, which would be lost, except on a parallel model itself and the parameters that it trains.
 
-    Backward hooks would be lost, but those of a parallel model itself and of the parameters that it trains.
+    Forward hooks are allowed, and run while tracing (hooks.py).
     """
     held = [
         n or "the model"
@@ -159,7 +156,7 @@ def refuse_lazy(root: torch.nn.Module) -> None:
 
 
 def refuse_layouts(root: torch.nn.Module, args: Any, kwargs: Any) -> None:
-    """Parameters, buffers and inputs that are not rows of numbers: sparse, or of rows of different lengths."""
+    """Refuse parameters, buffers and inputs that are not strided: sparse or nested."""
     held = [*root.named_parameters(), *root.named_buffers()]
     given = [(name, x) for name, x in zip(leaf_names(args, kwargs), pytree.tree_leaves((args, kwargs)))]
     for name, tensor in (*held, *given):
@@ -171,9 +168,9 @@ def refuse_layouts(root: torch.nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def refuse_shared_memory(root: torch.nn.Module) -> None:
-    """Two parameters, or a parameter and a buffer, on one memory.
+    """Refuse two parameters, or a parameter and a buffer, that overlap in memory.
 
-    They are one to eager's optimizer and two to a plan.
+    Eager's optimizer would update the memory of both, a plan would keep them apart.
     """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     trained = {p.untyped_storage()._cdata for p in root.parameters()}
@@ -199,7 +196,7 @@ def refuse_shared_memory(root: torch.nn.Module) -> None:
 
 
 def refuse_opaque(leaves: list[Any]) -> None:
-    """An output that holds tensors where nobody can find them."""
+    """Refuse an output that holds tensors and is not a pytree."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and any(isinstance(v, Tensor) for v in getattr(leaf, "__dict__", {}).values()):
             raise NotCaptured(
@@ -209,9 +206,9 @@ def refuse_opaque(leaves: list[Any]) -> None:
 
 
 def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
-    """A tensor of the capture in a cache of the model's, where the next call would find it.
+    """Refuse tensors of the capture that the model keeps on a class or module, where the next call would find them.
 
-    It is still held when nothing else of the capture is.
+    Caches of functions that hold such tensors are cleared instead.
     """
     if not any(ref() is not None for ref in made):
         return
@@ -234,7 +231,7 @@ def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
 
 
 def refuse_trained_values_under_a_mask(graph: Graph) -> None:
-    """x[mask] = values that are trained: their gradient is x.grad[mask], whose shape only the mask says."""
+    """Refuse x[mask] = trained values: the gradient x.grad[mask] has a shape that depends on the mask's values."""
     for node in graph.nodes:
         places = _WRITTEN_AT.get(op_name(node)) if info(node).kind == "op" else None
         if places is None or not type_of(node).requires_grad:
@@ -254,7 +251,7 @@ _WRITTEN_AT = {"setitem": ("index", "value"), "index_put": ("indices", "values")
 
 
 def refuse_detached(recorder: Recorder) -> None:
-    """Once a TorchScript function has run with gradients, torch's own autodiff runs it on detached values."""
+    """Refuse values that TorchScript has detached: once a function has run with gradients, its own autodiff does so."""
     for node in recorder.detached_below:
         if not node._erased:
             raise NotCaptured(

@@ -1,15 +1,15 @@
-"""Changes of torch, and of libraries around it, while a module is captured; all of them are put back.
+"""Changes to torch, and to libraries around it, while a module is captured; all of them are undone.
 
     autograd.Function.apply      one node, with its backward; checkpoints are opened and their ops tagged
     numpy.random, random         a draw would be frozen into the graph: a letter
     transformers                 with no_padding, its mask code is told that nobody traces, so that it looks at the
                                  masks and drops them
-    clear_autocast_cache         is heard
+    clear_autocast_cache         is noticed
     BatchNorm, Gamma.rsample     are spelled without questions about values, and without writing through a detached view
-    TorchScript, torch.compile   run op by op, so that every op comes by
-    torch's defaults, logging    and Python's garbage collector
+    TorchScript, torch.compile   run op by op, so that every op is seen
+    defaults, garbage collector  torch's default dtype is kept; Python's collector is off
 
-How each is patched and undone is in `runtime/patches.py`; here is what stands in its place.
+How each is patched and undone is in `runtime/patches.py`; the replacements are here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def keeping_defaults() -> Iterator[None]:
-    """Torch's default dtype is put back, whatever forward makes of it."""
+    """Restore torch's default dtype after the block."""
     dtype = torch.get_default_dtype()
     try:
         yield
@@ -45,7 +45,7 @@ def keeping_defaults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection: it would walk every node again and again, and find nothing."""
+    """Switch garbage collection off in the block: it would walk every node again and again, and find nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +57,7 @@ def no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured(recorder: Recorder) -> Iterator[None]:
-    """Everything of torch, and around it, that a capture needs otherwise."""
+    """Apply all changes that a capture needs, for the block."""
     with contextlib.ExitStack() as stack:
         for change in _changes(recorder):
             stack.enter_context(change)
@@ -113,7 +113,7 @@ def _refusing(
 
 
 def _clearing(recorder: Recorder, original: Callable[[], None]) -> Callable[[], None]:
-    """Autocast forgets its casts of parameters when its outermost region ends; so does the graph."""
+    """Clear the graph's casts of parameters with autocast's own, when its outermost region ends."""
 
     def clear() -> None:
         recorder.casts.cached.clear()
@@ -128,7 +128,7 @@ def _while_captured(
     spelled: Callable[..., Any],
     is_asked: Callable[..., bool] = lambda *_: True,
 ) -> Callable[..., Any]:
-    """A method as it is spelled for a graph, where the captured model calls it so that this is asked for."""
+    """A method that calls `spelled` where the captured model calls it and `is_asked`, else the original."""
 
     def method(own: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.place.is_in_model() and is_asked(own):
@@ -151,9 +151,9 @@ def _region(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
 
 @contextlib.contextmanager
 def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
-    """A letter for draws from another generator than torch's.
+    """Refuse draws from another generator than torch's in the block.
 
-    One whose function was imported by name is found by the generator's state.
+    A draw by a function that was imported by name shows in the generator's state.
     """
 
     def refusing(name: str, original: Any) -> Any:
@@ -186,6 +186,6 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
 
 
 def _outside_states() -> list[Any]:
-    """States of Python's generator and of numpy's, where it is imported."""
+    """State of Python's generator, and of numpy's where it is imported."""
     numpy_random = sys.modules.get("numpy.random")
     return [random.getstate(), *([str(numpy_random.get_state())] if numpy_random is not None else [])]

@@ -1,16 +1,15 @@
-"""Functions of torch that read values where a graph has shapes, or draw inside, as functions that do neither; and calls
-that no rule of their op serves.
+"""Replacements for functions of torch that read values or draw inside, and for calls that no rule of their op covers.
 
-    cov, corrcoef    torch looks whether weights are whole numbers, and at the sign of what it divides by
-    combinations     torch makes a mask and counts it
-    ctc_loss         torch reads the lengths
-    gaussian_nll_loss  torch asks whether a variance is negative, and clamps behind autograd
-    linear           whose bias is no vector of its columns: a product and a sum
-    lstm, gru, rnn   with dropout between layers: a layer at a time
-    Gamma            torch lifts the smallest draws through a detached view
-    BatchNorm        with momentum=None: torch reads how many batches there were
+    cov, corrcoef      torch checks whether weights are integers, and the sign of the divisor
+    combinations       torch makes a mask and counts it
+    ctc_loss           torch reads the lengths
+    gaussian_nll_loss  torch checks for negative variances, and clamps behind autograd
+    linear             with a bias that is not a vector of its columns: a product and a sum
+    lstm, gru, rnn     with dropout between layers: a layer at a time
+    Gamma              torch lifts the smallest draws through a detached view
+    BatchNorm          with momentum=None: torch reads the number of batches
 
-What they compute, and the order in which they draw, is torch's own.
+They compute what torch computes, and draw in the same order.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """The covariance of rows; columns are observations."""
+    """Covariance of rows; columns are observations."""
     rows = input.view(1, -1) if input.dim() < 2 else input
     weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
     if weights is None:
@@ -54,7 +53,7 @@ def cov(
 
 
 def corrcoef(input: Tensor) -> Tensor:
-    """The correlation of rows: the covariance on the scale from -1 to 1."""
+    """Correlation of rows: covariance scaled to [-1, 1]."""
     c = cov(input)
     if c.dim() == 0:
         return c / c
@@ -107,7 +106,7 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """The loss of a mean and a variance; a variance below zero, of which torch makes an error, gives no number."""
+    """Negative log-likelihood of a mean and a variance; a negative variance gives NaN, where torch raises."""
     if isinstance(var, float):
         var = var * torch.ones_like(input)
     if input.shape[:-1] == var.shape != input.shape:
@@ -126,7 +125,7 @@ def gaussian_nll_loss(
 
 
 def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent function as one call for each layer, with dropout between."""
+    """A recurrent function as one call per layer, with dropout between layers."""
 
     def call(
         input: Tensor,
@@ -157,7 +156,7 @@ def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gamma_rsample(distribution: Gamma, sample_shape: Any = ()) -> Tensor:
-    """Draws of gamma distributions; those that are too small are lifted, and keep their gradient."""
+    """Gamma draws; those that are too small are lifted to the least normal number, and keep their gradient."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     least = torch.finfo(value.dtype).tiny
@@ -179,27 +178,27 @@ def cumulative_batch_norm(module: _BatchNorm, input: Tensor) -> Tensor:
 
 
 def averages_over_all(module: _BatchNorm) -> bool:
-    """Does this batch norm count its batches?"""
+    """Whether this batch norm averages its running statistics over all batches."""
     counts = module.track_running_stats and module.num_batches_tracked is not None
     return module.training and counts and module.momentum is None
 
 
 def linear_and_sum(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A linear layer whose bias is broadcast as any operand is."""
+    """A linear layer whose bias is broadcast like any operand."""
     return F.linear(input, weight) + bias
 
 
 def adds_no_vector(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Is there a bias that is not one number for each column?"""
+    """Whether a linear has a bias that is not one number per column."""
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     bias, weight = given.get("bias"), given["weight"]
     return isinstance(bias, Tensor) and weight.dim() == 2 and tuple(bias.shape) != (weight.shape[0],)
 
 
 def drops_between(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Does this call of a recurrent function drop between layers?
+    """Whether this call of a recurrent function drops between layers.
 
-    The one of packed sequences has its arguments in another order.
+    Calls with packed sequences have their arguments in another order, and are left out.
     """
     is_plain = len(args) == 9 and isinstance(args[2], (tuple, list))
     return is_plain and args[4] > 1 and bool(args[5]) and bool(args[6])

@@ -1,4 +1,4 @@
-"""Rewriting of a graph: the nodes of some ops, and new nodes beside them."""
+"""Helpers to rewrite a graph: find the nodes of some ops, and emit new nodes beside them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autopar.ops.entry import OPS
 
 
 def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any) -> fx.Node:
-    """A new op node before `near`, with its place in the source.
+    """Add an op node before `near`, with the same place in the source.
 
-    Its type is `out`, or what running it on meta tensors says.
+    Its type is `out`, or else found by running it on meta tensors.
     """
     about, graph = info(near), near.graph
     name = f"{about.module}_{op}".replace(".", "_").strip("_") or op
@@ -42,7 +42,7 @@ def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any
 
 @contextlib.contextmanager
 def rewriting(graph: Graph, *ops: str) -> Iterator[list[fx.Node]]:
-    """The nodes of these ops; those that lose their last user are gone afterwards."""
+    """Yield the nodes of these ops, in order; those without users are erased after the block."""
     nodes: list[fx.Node] = []
     for op in ops:
         if op in OPS:

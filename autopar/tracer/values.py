@@ -1,13 +1,13 @@
-"""Writes become values: which node stands for a tensor now.
+"""Turn writes in place into values: track which node a tensor stands for.
 
-A tensor object stands for a node. A write in place gives it a new one, and what shares its memory must follow:
+A tensor object stands for a node. A write in place gives it a new one, and tensors that share its memory must follow:
 
     v = x[0];  w = x[1:];  v.add_(1)    as the model says it
     v' = add(x[0], 1)
     x' = setitem(x, 0, v')              the write is carried to the base through each view's inverse (inverses.py)
     w' = x'[1:]                         other views are read again, when they are next used
 
-What is a view is known from storages, and only looked at once something is written.
+Views are recognised by their storage, once something is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The making of a tensor: an op, its arguments, and which of its outputs it is."""
+    """How a tensor was made: an op, its arguments, and which of its outputs the tensor is."""
 
     op: Op
     arguments: dict[str, Any]
@@ -47,7 +47,7 @@ class Values:
         self.alive: list[Tensor] = []  # ids stay unique while their tensors live
         self.recipes: dict[int, Recipe] = {}  # id(tensor) -> how it was made
         self.stale: set[int] = set()  # views of memory that has been written since
-        # id(view) -> the value that says where it lies, and along which dim: two of those may look as if they were one
+        # id(view) -> the index that says where it lies, and its dim: on fakes two such views look like one
         self.looked_up: dict[int, tuple[fx.Node, int]] = {}
         self._sharing: dict[int, list[Tensor]] = {}  # storage -> its tensors
         self._indexed = 0
@@ -59,7 +59,7 @@ class Values:
         self.alive.append(tensor)
 
     def bind_all(self, result: Any, node: fx.Node, recipe: tuple[Op, dict[str, Any]]) -> None:
-        """The outputs of an op: one tensor, or a tuple of them."""
+        """Bind the outputs of an op: one tensor, or a tuple of tensors."""
         if isinstance(result, Tensor):
             self.bind(result, node)
             self.recipes[id(result)] = Recipe(*recipe)
@@ -74,7 +74,7 @@ class Values:
                 self.recipes[id(leaf)] = Recipe(*recipe, i)
 
     def node(self, tensor: Tensor) -> fx.Node | None:
-        """The node that stands for a tensor now; views of memory that was written are read again."""
+        """The node that a tensor stands for now, or None; views of memory that was written are read again."""
         if id(tensor) in self.stale:
             self.stale.discard(id(tensor))
             recipe = self.recipes[id(tensor)]
@@ -95,26 +95,26 @@ class Values:
     # -- memory
 
     def _family(self, tensor: Tensor) -> list[Tensor]:
-        """Every known tensor on the memory of this one."""
+        """Every known tensor that shares memory with this one."""
         for other in self.alive[self._indexed :]:
             self._sharing.setdefault(_storage(other), []).append(other)
         self._indexed = len(self.alive)
         return self._sharing.get(_storage(tensor), [])
 
     def shares_storage(self, tensor: Tensor) -> bool:
-        """Is this the memory of a tensor of the model, its inputs, or a result so far?"""
+        """Whether a tensor shares memory with one of the model, its inputs, or a result so far."""
         if self._held is None:
             self._held = {_storage(held) for held in self.recorder.names.fakes}
         return _storage(tensor) in self._held or bool(self._family(tensor))
 
     def overlaps(self, other: Tensor, target: Tensor) -> bool:
-        """Do two tensors lie on one memory, otherwise than as one and the same view?"""
+        """Whether two tensors share memory, but are not the same view of it."""
         if _storage(other) != _storage(target):
             return False
         return _extent(other) != _extent(target)
 
     def is_that_view(self, whole: Tensor, index: Any, value: Tensor) -> bool:
-        """Is `value` the view of `whole` at this index?"""
+        """Whether `value` is the view of `whole` at this index."""
         if _storage(value) != _storage(whole) or self._places_of(value) != self._places_of(whole):
             return False
         self.recorder.call.function = "index"  # a look, not the model's own call
@@ -125,7 +125,7 @@ class Values:
         return _storage(view) == _storage(whole) and not self.overlaps(value, view)
 
     def _places_of(self, tensor: Tensor | None) -> list[tuple[fx.Node, int]]:
-        """The values that say where a tensor lies, where numbers do not."""
+        """The looked-up indices that say where a tensor lies, from its views outward, with their dims."""
         found = []
         while tensor is not None:
             if id(tensor) in self.looked_up:
@@ -134,18 +134,18 @@ class Values:
         return found
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Does another known tensor lie on this memory, or does it belong to the model or its inputs?"""
+        """Whether another known tensor shares this memory, or the model or its inputs own it."""
         node = self.recorder.node(tensor)
         return node.op != "call_function" or any(t is not tensor for t in self._family(tensor))
 
     def rename(self, tensor: Tensor, node: fx.Node) -> None:
-        """The tensor stands for `node`, and its memory has no other name."""
+        """Let a tensor stand for `node`, where no other tensor shares its memory."""
         self.recorder.hooks.effects += 1
         self.nodes[id(tensor)] = node
         self.recipes.pop(id(tensor), None)
 
     def _parent(self, tensor: Tensor) -> Tensor | None:
-        """The tensor that this one is a view of."""
+        """The tensor that this one is a view of; None where it is no view."""
         if id(tensor) not in self.recipes:
             return None
         for operand in tensors_in((), self.recipes[id(tensor)].arguments):
@@ -156,7 +156,7 @@ class Values:
     # -- writes
 
     def refuse_write(self, target: Tensor, name: str) -> None:
-        """Writes that a graph of values cannot hold."""
+        """Refuse writes that a graph of values cannot hold."""
         recorder, base = self.recorder, target
         recorder.node(target)
         while (parent := self._parent(base)) is not None:
@@ -184,7 +184,7 @@ class Values:
             )
 
     def write(self, target: Tensor, value: fx.Node) -> None:
-        """`target` stands for `value` from here on, and so does every view of its memory."""
+        """Let `target` stand for `value` from here on, and update every view of its memory."""
         self.recorder.hooks.effects += 1
         family, path, at = self._family(target), {id(target)}, target
         self.nodes[id(target)] = value
@@ -198,7 +198,7 @@ class Values:
         self.stale |= {id(t) for t in family if id(t) not in path}
 
     def _put_back(self, parent: Tensor, view: Tensor, value: fx.Node) -> fx.Node:
-        """The parent with `value` where `view` reads it: the inverse of one view op."""
+        """The parent with `value` where `view` reads it, by the inverse of one view op."""
         recipe, recorder, type_ = self.recipes[id(view)], self.recorder, TensorType.of(parent)
         before = recorder.node(parent)
 
@@ -221,7 +221,7 @@ class Values:
         return whole
 
     def close(self) -> list[weakref.ref[Tensor]]:
-        """Let go of all tensors; the references that come back are of those that somebody else holds."""
+        """Release all tensors; the returned references show which of them something else still holds."""
         made = [weakref.ref(t) for t in self.alive]
         self.alive.clear()
         self.recipes.clear()
@@ -231,7 +231,7 @@ class Values:
 
 
 def _extent(tensor: Tensor) -> tuple[Any, ...]:
-    """The part of its memory that a tensor looks at."""
+    """Shape, strides and offset of a tensor: the part of its memory that it shows."""
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 

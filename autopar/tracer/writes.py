@@ -1,4 +1,4 @@
-"""Handlers of torch functions that write to a tensor: it stands for a new value from there on."""
+"""Handlers of torch functions that write to a tensor, which stands for a new value from there on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.tracer.recorder import Recorder
 
 
 def into(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.mul(x, y, out=z): z stands for the product from here on."""
+    """Handle torch.mul(x, y, out=z): z stands for the product from here on."""
     target = kwargs["out"]
     recorder.values.refuse_write(target, f"{name_of(function)} to out=")
     before = TensorType.of(target)
@@ -34,7 +34,7 @@ def into(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.add_(y): x stands for a new value from here on."""
+    """Handle x.add_(y): x stands for a new value from here on."""
     target = args[0] if args else kwargs["input"]
     refuse_generator(recorder, args, kwargs)
     recorder.values.refuse_write(target, name_of(function))
@@ -59,9 +59,9 @@ def in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 
 
 def turned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.unsqueeze_(0): x stands for the view from here on.
+    """Handle x.unsqueeze_(0): x stands for the view from here on.
 
-    Nothing may look at its memory by another name, for then there are two shapes of one value.
+    Refused where other tensors share its memory, as one value would have two shapes.
     """
     target, name = args[0], name_of(function)
     if recorder.values.is_shared(target):
@@ -75,7 +75,7 @@ def turned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def refuse_generator(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Draws from a generator of the model's own, and several results that are written to out=."""
+    """Refuse draws from a generator of the model's own, and several results written to out=."""
     if kwargs.get("generator") is not None:
         raise recorder.letter(
             "random numbers from a generator of the model's own are not captured",
@@ -89,7 +89,7 @@ def refuse_generator(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str
 def _refuse_ambiguous(
     recorder: Recorder, function: Any, made: Any, arguments: dict[str, Any], args: tuple[Any, ...], target: Tensor
 ) -> None:
-    """Writes whose result depends on how tensors lie in memory."""
+    """Refuse writes whose result depends on how tensors lie in memory."""
     for other in tensors_in((), arguments):
         if other is not target and recorder.values.overlaps(other, target):
             raise recorder.letter(
@@ -107,7 +107,7 @@ def _refuse_ambiguous(
 
 
 def _may_promote(made: Any, arguments: dict[str, Any], target: Tensor) -> bool:
-    """May the op give another dtype than the target's?"""
+    """Whether the op may give another dtype than the target's."""
     has_several_dtypes = len({t.dtype for t in tensors_in((), arguments)}) > 1
     return has_several_dtypes or not target.is_floating_point() or facts_of(made.name).truth
 
@@ -121,7 +121,7 @@ def _cast_back(recorder: Recorder, node: fx.Node, made: TensorType, wanted: Tens
 
 
 def _copied(recorder: Recorder, node: fx.Node, source: Tensor, wanted: TensorType) -> fx.Node:
-    """The value that is copied into a target: broadcast and cast."""
+    """The value that is copied into a target, broadcast and cast."""
     if tuple(source.shape) != wanted.shape:
         type_ = replace(TensorType.of(source), shape=wanted.shape)
         node = recorder.emit(OPS["expand"], {"input": node, "size": wanted.shape}, (type_,))
@@ -131,7 +131,7 @@ def _copied(recorder: Recorder, node: fx.Node, source: Tensor, wanted: TensorTyp
 
 
 def _with_zero_gradient(recorder: Recorder, node: fx.Node, old: fx.Node, type_: TensorType) -> fx.Node:
-    """The node, chosen over the old value: what is overwritten has a gradient still, of zeros."""
+    """The node as a `where` over the old value, so that what is overwritten gets a gradient of zeros."""
     no = {"size": (), "fill_value": False, "dtype": torch.bool}
     never = recorder.emit(OPS["full"], no, (TensorType((), "bool"),))
     return recorder.emit(OPS["where"], {"condition": never, "input": old, "other": node}, (type_,))

@@ -1,4 +1,4 @@
-"""An axis of time: a batch that passes in turns through one program, by the same algebra as an axis of devices."""
+"""The axis of time: a batch passes in turns through one program, by the same algebra as an axis of devices."""
 
 from autopar.turns.head import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 from autopar.turns.micro_batches import in_micro_batches

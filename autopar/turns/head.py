@@ -1,12 +1,12 @@
-"""The loss head in chunks: a region that runs on some rows at a time, forward and backward of a chunk together.
+"""Run the loss head in chunks: a region that runs on some rows at a time, forward and backward of a chunk together.
 
     before    logits = linear(x, w);  v = view(logits, [8192, 50257]);  s = cross_entropy(v, t)
     after     c = chunk(x, 1, 8);  logits = linear(c, w);  v = view(logits, [1024, 50257]);
               s = added_up(cross_entropy(v, chunk(t, 0, 8)))
 
-From the product that gives the logits to the sum of the losses each row is by itself, so that rows may come one after
-the other (Colossal-AI's AutoChunk cuts such regions). The logits of one chunk are there at a time, and so are their
-gradients: those of a sum are known before backward begins, up to the factor that arrives there.
+From the product that gives the logits to the sum of the losses, rows are independent, so they may run one after the
+other (Colossal-AI's AutoChunk cuts such regions). Only the logits of one chunk, and their gradients, are in memory at a
+time: the gradients of a sum are known before backward begins, up to the factor that arrives there.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class HeadFound:
-    """The head of a graph, or why there is none that can run in chunks."""
+    """The head of a graph, or why none can run in chunks."""
 
     head: Head | None
     why: str = ""
 
 
 def head_of(graph: Graph, keeps_outputs: bool) -> HeadFound:
-    """The loss head of a graph, where its rows may come one after the other."""
+    """The loss head of a graph, where its rows are independent; else the reason."""
     losses = [n for n in graph.nodes if op_name(n) in _LOSSES and type_of(n).requires_grad]
     if early_gradient_in_float16(graph) is not None:
         return HeadFound(None, "gradients of float16 need the scale of the loss before they are made")
@@ -80,7 +80,7 @@ def head_of(graph: Graph, keeps_outputs: bool) -> HeadFound:
 
 
 def _between(product: fx.Node, loss: fx.Node) -> set[fx.Node]:
-    """The product, the loss, and what is made of the one and the other is made of."""
+    """The product, the loss, and all ops between them."""
     behind: set[fx.Node] = {product}
     for node in product.graph.nodes:
         if node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):
@@ -89,7 +89,7 @@ def _between(product: fx.Node, loss: fx.Node) -> set[fx.Node]:
 
 
 def numbers_of_chunks(head: Head) -> tuple[int, ...]:
-    """Two, four, ... as far as they share the rows."""
+    """Numbers of chunks to choose from: 2, 4, ... up to `MOST`, as long as they divide the rows."""
     found, chunks = [], 2
     while chunks <= MOST and head.rows % chunks == 0:
         found.append(chunks)
@@ -98,7 +98,7 @@ def numbers_of_chunks(head: Head) -> tuple[int, ...]:
 
 
 def why_whole(graph: Graph, chunks: int, keeps_outputs: bool) -> str:
-    """The reason for which a loss head cannot run in so many chunks."""
+    """The reason why a loss head cannot run in so many chunks."""
     found = head_of(graph, keeps_outputs)
     if found.head is None:
         return found.why
@@ -108,7 +108,7 @@ def why_whole(graph: Graph, chunks: int, keeps_outputs: bool) -> str:
 
 
 def in_chunks(graph: Graph, chunks: int, keeps_outputs: bool) -> Graph:
-    """The graph whose loss head runs in so many chunks; the same graph where it cannot."""
+    """The graph with its loss head in so many chunks; the same graph where it cannot."""
     found = head_of(graph, keeps_outputs) if chunks > 1 else HeadFound(None)
     if found.head is None or found.head.rows % chunks:
         return graph
@@ -130,7 +130,7 @@ class _Chunked(Writer):
         self.head = head
 
     def run(self) -> Graph | None:
-        """The whole graph; None where an op of the head looks at several rows."""
+        """The whole graph; None where an op of the head depends on several rows."""
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._whole(node, self.copy(node))
@@ -141,7 +141,7 @@ class _Chunked(Writer):
         return self._ended()
 
     def _whole(self, node: fx.Node, made: fx.Node) -> None:
-        """Note a value that is there the whole while."""
+        """Note a value that is whole during all chunks."""
         wants = any(t.requires_grad for t in info(node).outputs)
         of_inputs = not wants and (
             node.op != "call_function" or all(self.values[n].lies.of_inputs for n in node.all_input_nodes)
@@ -178,12 +178,12 @@ class _Chunked(Writer):
         return True
 
     def _is_by_rows(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Do rows stay by themselves, and does the loss add them up?"""
+        """Whether the strategy keeps rows apart, and for the loss adds them up."""
         value = strategy.outputs[0].value
         return value.is_partial if node is self.head.loss else value.is_shard
 
     def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
-        """The rows of a chunk of a whole value."""
+        """The rows of one chunk of a whole value."""
         type_ = type_of(whole)
         size = wanted.blocks[0] if wanted.blocks else type_.shape[wanted.dim]
         shape = tuple(n // self.turns if d == wanted.dim else n for d, n in enumerate(type_.shape))
@@ -195,6 +195,6 @@ class _Chunked(Writer):
         return made
 
     def _ended(self) -> Graph:
-        """The graph with its outputs, but for logits, which are not kept."""
+        """The graph with its outputs, except for logits, which are not kept."""
         dropped = self.head.ops - {self.head.loss}
         return self.ended([None if n in dropped else self.values[n].turn for n in self.graph.output.args[0]])

@@ -1,13 +1,13 @@
-"""The graph of one micro-batch: the batch of a call passes in turns through one program.
+"""Write the graph of one micro-batch: the batch of a call passes in turns through one program.
 
     before    x: f32[8, 64] = input x;  h = linear(x, w);  e = mse_loss(h, y);  s = sum(e);  loss = div(s, 512)
     after     x: f32[2, 64] = input x             # of every turn its rows
               h = linear(x, w);  e = mse_loss(h, y);  s = sum(e);  loss = total(div(s, 512))
 
-A walk in the order of the program gives each value its placement on the axis of time (`time_axis.py`): what a turn has
-rows of is made of its rows, and what is made of inputs alone is also made whole, where an op asks for all of it - the
-count of all targets, say, by which every turn divides its sum. So the mean is that of the batch, never one of means.
-What turns add up is a `total`; the ops behind it run once, after the last turn.
+A walk in program order gives each value its placement on the axis of time (`time_axis.py`). Values that depend on
+inputs alone are also made whole, where an op needs all rows: the count of all targets, say, by which every turn divides
+its sum. So the mean is that of the batch, never one of means. What turns add up is a `total`; ops behind it run once,
+after the last turn.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _AS_A_BATCH = "microbatches=1, and accumulation= of calls with fewer rows"
 
 
 def in_micro_batches(graph: Graph, turns: int, keeps_outputs: bool) -> Graph:
-    """The graph of one of so many micro-batches of the same batch.
+    """The graph of one of `turns` micro-batches of the same batch.
 
-    Outputs beside a loss that are rows of a micro-batch leave it only where they are to be kept. A letter names the op
-    that cannot run on some of the rows: one that looks at all of them, such as batch norm in training.
+    Outputs beside a loss that are rows of a micro-batch leave it only where `keeps_outputs`. A letter names an op that
+    cannot run on some of the rows, as it depends on all of them, such as batch norm in training.
     """
     if turns == 1:
         return graph
@@ -140,7 +140,7 @@ class _MicroBatch(Writer):
         self.values[node] = Value(OnTime(first, of_inputs), turn, whole)
 
     def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
-        """The share of a turn of a whole value: its rows, or its part of the sum."""
+        """The share of a turn of a whole value: its rows, or its part of a sum."""
         about, type_ = info(whole), type_of(whole)
         if wanted.is_partial:
             return self.emitted("once", whole, about, type_, turns=self.turns)
@@ -152,7 +152,7 @@ class _MicroBatch(Writer):
     # -- behind the last turn
 
     def _after(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
-        """An op that runs once, on what turns have added up and on what all of them have."""
+        """Write an op that runs once, on sums of turns and on values that all turns have."""
         taken = [self._added_up(n, node) for n in operands]
         turn = iter(taken)
         made = self.fx.create_node(
@@ -181,7 +181,7 @@ class _MicroBatch(Writer):
     # -- outputs
 
     def _ended(self) -> Graph:
-        """The graph with the outputs that leave a micro-batch, or are there after the last."""
+        """The graph with the outputs that leave a micro-batch, or exist after the last."""
         sources = list(self.graph.output.args[0])
         count = len(self.graph.output_names)
         results = [self._output(i, source) for i, source in enumerate(sources[:count])]
@@ -215,7 +215,7 @@ class _MicroBatch(Writer):
         return value.turn
 
     def _drop_what_is_whole_in_vain(self) -> None:
-        """Whole values that nobody asked for leave, draws among them: their rows are drawn."""
+        """Remove whole values that nothing reads, even random ones: their rows are drawn instead."""
         for node in reversed(list(self.fx.nodes)):
             is_unread = not node.users and node.op != "output"
             is_again = node.op == "call_function" or info(node).key.endswith(ALL)
@@ -223,7 +223,7 @@ class _MicroBatch(Writer):
                 self.fx.erase_node(node)
 
     def _check_totals(self) -> None:
-        """Raise a letter where gradients go through more than one of the numbers that turns add up."""
+        """Raise a letter where gradients go through more than one of the turns' sums."""
         totals = [n for n in self.fx.find_nodes(op="call_function", target=OPS["total"]) if type_of(n).requires_grad]
         if len(totals) > 1:
             raise NotServed(
@@ -235,7 +235,7 @@ class _MicroBatch(Writer):
             )
 
     def _in_turns(self) -> tuple[str, ...]:
-        """The inputs of which a turn takes its rows."""
+        """Names of the inputs of which a turn takes its rows."""
         found = {info(v.turn).key for n, v in self.values.items() if n.op == "placeholder" and v.lies.is_cut}
         return tuple(sorted(found))
 

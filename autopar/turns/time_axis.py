@@ -1,11 +1,11 @@
-"""The placements of values on an axis of time, whose "devices" are the turns of one device.
+"""Placements of values on the axis of time, whose "devices" are the turns of one device.
 
-    S(0)      a turn has its rows of the value: so many at a time
-    R         a turn has the whole value: it is there the whole while
-    P(sum)    the value is the sum of what the turns have: it is added up
+    S(0)      each turn has its own rows of the value
+    R         each turn has the whole value, which is in memory all the while
+    P(sum)    the value is the sum over turns: it is added up
 
 Rules, strategies and gradients are those of any axis. What differs is that no turn sees what another one has: nothing
-is converted along this axis. Only a value that depends on inputs alone is there in any placement, for every turn has
+is converted along this axis. Only a value that depends on inputs alone is available in any placement, as every turn has
 the inputs; and a number that the turns add up is whole after the last of them.
 """
 
@@ -29,9 +29,9 @@ WHOLE, ADDED = Flow(R, P()), flow(P())  # there the whole while, with a gradient
 
 
 def early_gradient_in_float16(graph: Graph) -> fx.Node | None:
-    """An op whose gradient is of float16, which needs the scale of a loss before it is made.
+    """The first op with a float16 gradient, or None where there is none.
 
-    Turns scale it after.
+    Such a gradient needs the scale of the loss before it is made, and turns scale gradients after.
     """
     ops = (n for n in graph.nodes if info(n).kind == "op")
     return next((n for n in ops if any(t.dtype == "float16" and t.requires_grad for t in info(n).outputs)), None)
@@ -55,7 +55,7 @@ class OnTime:
 
 @dataclass(frozen=True, slots=True)
 class OneTurn:
-    """The first of the turns as the one device of a mesh, for a form that asks where a part lies."""
+    """The first turn as the one device of a mesh, for a local form that asks where a part lies."""
 
     mesh: DeviceMesh
     choice: Choice
@@ -78,11 +78,11 @@ def strategy_in_turns(
     rows: int = 0,
     cut: Placement | None = None,
 ) -> Strategy | None:
-    """The strategy by which an op runs in turns on operands that lie so; None where it can on none.
+    """The strategy by which an op runs in turns on operands that lie so; None where there is none.
 
-    What is whole in every turn may be taken as rows of it, or as a number that one turn adds to a sum; what is made of
-    inputs alone may be taken in any placement. Best is where the result is cut as an operand is, or in the rows of the
-    batch; then where the fewest lie otherwise. With `cut` the result is cut so.
+    A whole operand may be taken as rows of it, or as a number that one turn adds to a sum; one that depends on inputs
+    alone may be taken in any placement. Preferred are results that are cut as an operand is, or in the rows of the
+    batch; then the fewest changes of operands. With `cut` the result must be cut so.
     """
     of_inputs = all(g.of_inputs for g in given) and not any(t.requires_grad for t in info(node).outputs)
     should_be_cut = any(g.is_cut for g in given) or (of_inputs and info(node).outputs[0].shape[:1] == (rows,))
@@ -110,7 +110,7 @@ def _strategies(
 
 
 def _blocks(binding: Binding, given: Sequence[OnTime]) -> dict[str, set[tuple[int, ...]]]:
-    """The blocks in which operands are cut, by the factors that they cut."""
+    """The blocks in which operands are cut, by factor."""
     found: dict[str, set[tuple[int, ...]]] = {}
     rows = [row for row in binding.operands if row is not None]
     for row, lies in zip(rows, given, strict=True):
@@ -121,7 +121,7 @@ def _blocks(binding: Binding, given: Sequence[OnTime]) -> dict[str, set[tuple[in
 
 
 def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.Node], turns: int) -> int | None:
-    """The number of operands that are taken otherwise than they lie, by weight; None where one cannot be."""
+    """Weighted number of operands that are taken otherwise than they lie; None where one cannot be."""
     count = 0
     for taken, lies, node in zip(strategy.operands, given, operands, strict=True):
         if taken.value == lies.flow.value and (taken.gradient == lies.flow.gradient or not type_of(node).requires_grad):
@@ -137,13 +137,13 @@ def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.
 
 
 def _is_even(placement: Placement, shape: tuple[int, ...], turns: int) -> bool:
-    """Do the turns have parts of one size, of every block, and are blocks of one size?"""
+    """Whether all turns get parts of one size of every block, and blocks have one size."""
     blocks = placement.blocks or (shape[placement.dim],)
     return len(set(blocks)) == 1 and blocks[0] % turns == 0
 
 
 def _adds_up(strategy: Strategy, outputs: Sequence[TensorType]) -> bool:
-    """Are the gradients of whole results added up? A turn has no more than its part of them."""
+    """Whether gradients of whole results are added up: a turn has only its part of them."""
     return all(
         f.gradient.is_partial or f.value != R or not t.requires_grad
         for f, t in zip(strategy.outputs, outputs, strict=True)
@@ -151,7 +151,7 @@ def _adds_up(strategy: Strategy, outputs: Sequence[TensorType]) -> bool:
 
 
 def _runs_in_turns(node: fx.Node, binding: Binding | None, strategy: Strategy, turns: int) -> bool:
-    """Do the turns have parts of one size, on which the op itself computes its part, or draws it?"""
+    """Whether turns get parts of one size, on which the op itself computes, or draws, its part."""
     if strategy.cut is None or binding is None:
         return True
     if binding.is_inside(strategy.cut) or any(binding.sizes[f] % turns for f in strategy.cut.factors):

@@ -1,8 +1,8 @@
-"""`Writer`: a graph written anew, some of whose ops run on the rows of a turn.
+"""`Writer`: rewrites a graph so that some of its ops run on the rows of one turn.
 
 Each value of the graph has its placement on the axis of time (`time_axis.py`), the node that a turn has, and, where it
-is made of inputs alone, the node that is all of it. An op asks for its operands as its strategy takes them: what is
-whole is cut for it, once for all that take it so.
+depends on inputs alone, the node that is all of it. An op asks for its operands as its strategy takes them: a whole
+value is cut for it, once for all ops that take it so.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from autopar.sharding.strategies import Choice, Strategy
 from autopar.space.bindings import Bindings
 from autopar.turns.time_axis import OneTurn, OnTime
 
-EVERYWHERE = flow(R)  # of what has no gradient: every turn has all of it
-ALL = ":whole"  # behind the name of a value of which a turn also has all
+EVERYWHERE = flow(R)  # flow of a whole value without a gradient, which every turn has
+ALL = ":whole"  # suffix of the name of a value that a turn also has whole
 
 
 @dataclass(slots=True)
 class Value:
-    """A value of the graph as it is written: as a turn has it, and all of it."""
+    """A value of the graph as it is written: as a turn has it, and whole."""
 
     lies: OnTime
     turn: fx.Node  # as the flow says
@@ -41,7 +41,7 @@ class Value:
 
 
 class Writer(abc.ABC):
-    """Writes a graph node by node, in its order."""
+    """Writes a graph node by node, in order."""
 
     total: ClassVar[str]  # the op that adds up what turns have
 
@@ -55,13 +55,13 @@ class Writer(abc.ABC):
         self.flows: dict[fx.Node, tuple[Flow, ...]] = {}  # of ops with several results
 
     def copy(self, node: fx.Node, type_: TensorType | None = None) -> fx.Node:
-        """An input, a parameter or a buffer, as it is or of another type."""
+        """Copy an input, a parameter or a buffer, with another type where one is given."""
         made = self.fx.create_node(node.op, node.target, node.args, node.kwargs, name=node.name)
         made.meta["info"] = info(node) if type_ is None else replace(info(node), outputs=(type_,))
         return made
 
     def emit(self, node: fx.Node, operands: Sequence[fx.Node], strategy: Strategy | None) -> fx.Node:
-        """The op on what its strategy takes; without one, on the whole."""
+        """Write the op on operands as its strategy takes them; without a strategy, on whole ones."""
         about, kwargs = info(node), dict(node.kwargs)
         outputs, random = about.outputs, about.random
         if strategy is None:
@@ -86,7 +86,7 @@ class Writer(abc.ABC):
         return made
 
     def taken(self, node: fx.Node, wanted: Flow) -> fx.Node:
-        """A value in the placement that an op takes it in."""
+        """A value in the placement in which an op takes it."""
         value = self.values[node]
         if value.lies.flow.value == wanted.value:
             return value.turn
@@ -100,14 +100,14 @@ class Writer(abc.ABC):
         return self.shares[key]
 
     def emitted(self, name: str, of: fx.Node, about: Info, type_: TensorType, **arguments: Any) -> fx.Node:
-        """An op on the axis of time, of one value, in that value's module."""
+        """Write an op on the axis of time, of one value, in that value's module."""
         made = self.fx.create_node("call_function", OPS[name], (), {"input": of, **arguments}, name=f"{of.name}_{name}")
         key = fresh_key(self.fx, f"{about.module}/{name}")
         made.meta["info"] = Info(key, "op", (type_,), about.module, about.source)
         return made
 
     def part(self, node: fx.Node) -> None:
-        """One of the results of an op with several."""
+        """Write one of the results of an op with several."""
         producer, place = node.args
         assert isinstance(producer, fx.Node)
         value = self.values[producer]
@@ -130,7 +130,7 @@ class Writer(abc.ABC):
         return made
 
     def add_up(self, node: fx.Node) -> fx.Node:
-        """The sum over turns of a number that each has."""
+        """Write the sum over turns of a number that each has."""
         return self.emitted(self.total, node, info(node), type_of(node))
 
     @abc.abstractmethod
@@ -138,7 +138,7 @@ class Writer(abc.ABC):
         """The share of a turn of a whole value: its rows, or its part of a sum."""
 
     def ended(self, results: Sequence[fx.Node | None], **facts: Any) -> Graph:
-        """The graph with these results in the places of those of the graph; None where an output is not kept."""
+        """The graph with these results in the places of its own; None where an output is not kept."""
         graph, names = self.graph, self.graph.output_names
         types = info(graph.output).outputs
         kept = [i for i, node in enumerate(results) if node is not None]

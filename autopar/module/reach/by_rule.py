@@ -1,4 +1,4 @@
-"""Ops by their sharding rule: a dim of an output that may be cut depends on the same place of the operands."""
+"""Reach by an op's sharding rule: a dim of an output that may be cut depends on the same place of the operands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.sharding.notation import Binding, Rule
 
 
 def by_rule(pair: OpPair) -> Reach | list[Reach]:
-    """The reach by the op's rule: a cut dim depends on its own place, a whole or summed one mixes."""
+    """The reach by the op's rule: along a dim that may be cut elements depend on their place, along others they mix."""
     op, outputs = pair.node.target, info(pair.node).outputs
     rule = rule_of(op.name, {**typed(pair.kwargs), "outputs": outputs})
     if rule is None:
@@ -34,13 +34,13 @@ def by_rule(pair: OpPair) -> Reach | list[Reach]:
 
 
 def _is_pointwise(rule: Rule) -> bool:
-    """Is it "... -> ...", whatever the number of operands?"""
+    """Whether a rule is "... -> ...", with any number of operands."""
     rows = (*rule.operands, *rule.outputs)
     return len(rule.outputs) == 1 and all(len(row) == 1 and row[0].factor == "..." for row in rows)
 
 
 def _of_binding(pair: OpPair, binding: Binding) -> list[Reach]:
-    """The reach of each output, from that of the operands on the factors of the rule."""
+    """The reach of each output, from those of the operands by factor of the rule."""
     at = {f: i for i, f in enumerate(binding.sizes)}
     rows = {
         i: (row, reach)
@@ -71,7 +71,7 @@ def _of_binding(pair: OpPair, binding: Binding) -> list[Reach]:
 
 
 def _learn_sizes(sizes: dict[str, Factors], row: Sequence[Any], reach: Reach) -> None:
-    """Note the sizes of the rule's factors; padding within a dim of several factors is unclear."""
+    """Note the sizes of the rule's factors; raise `Unclear` for padding within a dim of several factors."""
     for d, (dim, along) in enumerate(zip(row, reach.dims, strict=True)):
         if len(dim.factors) == 1:
             if along and sizes.setdefault(dim.factor, along) != along:
@@ -81,7 +81,7 @@ def _learn_sizes(sizes: dict[str, Factors], row: Sequence[Any], reach: Reach) ->
 
 
 def _mixed(binding: Binding) -> list[str]:
-    """The factors along which numbers mix: whole ones, and those that no output keeps."""
+    """The factors along which elements mix: whole ones, and those that no output keeps."""
     kept = {f for row in binding.outputs for d in row for f in d.factors}
     return [f for f in binding.sizes if f in binding.whole or f in binding.inside or f not in kept]
 
@@ -91,12 +91,12 @@ def _has_factor(row: Sequence[Any], factors: Collection[str]) -> bool:
 
 
 def _zeros(reach: Reach) -> Tensor:
-    """A mask of the numbers known to be zero, as large as what is known of them."""
+    """A mask of the elements known to be zero, broadcast over known elements and values."""
     return reach.is_(0).expand(torch.broadcast_shapes(reach.known.shape, reach.value.shape))
 
 
 def _on_factors(tensor: Tensor, row: Sequence[Any], at: Mapping[str, int]) -> Tensor:
-    """The tensor of an operand, a dim for each factor of the rule."""
+    """An operand's tensor permuted and reshaped to one dim for each factor of the rule."""
     order = [(at[d.factor], k) for k, d in enumerate(row) if len(d.factors) == 1]
     rest = [k for k, d in enumerate(row) if len(d.factors) != 1]
     for k in rest:
@@ -109,7 +109,7 @@ def _on_factors(tensor: Tensor, row: Sequence[Any], at: Mapping[str, int]) -> Te
 
 
 def _on_dims(tensor: Tensor, row: Sequence[Any], at: Mapping[str, int]) -> Tensor:
-    """A mask over the factors of the rule, on the dims of an output."""
+    """A mask over the factors of the rule, reduced and permuted to the dims of an output."""
     places = [at[d.factor] if len(d.factors) == 1 else None for d in row]
     used = [p for p in places if p is not None]
     rest = tuple(p for p in range(tensor.dim()) if p not in used)

@@ -25,7 +25,7 @@ _ADVICE = (
 def check_reach(exact: Graph, longer: Graph, fills: Mapping[str, float]) -> None:
     """Raise an error where an output depends on padding.
 
-    `fills` say by input of the graph what is put there; 0 for the others.
+    `fills` gives the padding of inputs, by their names in the graph; 0 for others.
     """
     first, second = list(exact.nodes), list(longer.nodes)
     if [_kind(n) for n in first] != [_kind(n) for n in second]:
@@ -74,7 +74,7 @@ def _kind(node: fx.Node) -> Any:
 
 
 def _first_reached(value: fx.Node, reaches: Mapping[fx.Node, Reach]) -> fx.Node:
-    """The first op on the way to a value whose output padding reaches, and none of its operands."""
+    """The first op on the way to a value whose output padding reaches, but none of its operands."""
     while befores := [n for n in value.all_input_nodes if reaches[n].is_reached]:
         value = befores[0]
     return value
@@ -91,7 +91,7 @@ def _why(culprit: fx.Node, exact: fx.Node, reaches: Mapping[fx.Node, Reach]) -> 
 
 
 def _reached(pair: OpPair) -> list[Reach]:
-    """The reach of each output of an op."""
+    """The reach of each output of an op; all of it where the op is unclear and meets padding."""
     try:
         return _transferred(pair)
     except (
@@ -111,7 +111,7 @@ def _reached(pair: OpPair) -> list[Reach]:
 
 
 def _transferred(pair: OpPair) -> list[Reach]:
-    """The reach of each output as the op's own function, or its rule, says it."""
+    """The reach of each output by the op's transfer function or rule; raises `Unclear` where neither tells."""
     op = pair.node.target
     if not isinstance(op, Op):
         raise Unclear

@@ -1,4 +1,4 @@
-"""Indexing: the numbers that known indices name."""
+"""Reach of indexing by known indices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.module.reach.values import Factors, Reach, Unclear, in_full, is_pad
 
 
 def looked_up(pair: OpPair) -> Reach | list[Reach]:
-    """x[index], where all indices are known: the numbers that they name."""
+    """The reach of x[index]: that of the elements which the indices name, where all indices are known."""
     given = need(pair.of("input"))
     leaves = pytree.tree_leaves(fx.map_arg(pair.kwargs["index"], lambda n: n))
     places = [n for n in leaves if isinstance(n, fx.Node)]
@@ -35,7 +35,7 @@ def looked_up(pair: OpPair) -> Reach | list[Reach]:
 
 
 def _may_count_from_the_end(pair: OpPair, entry: Any) -> bool:
-    """May an entry of an index count from the end of a dim, or depend on its length?"""
+    """Whether an entry of an index may count from the end of a dim, or depend on its length."""
     if isinstance(entry, slice):
         return (entry.start or 0) < 0 or (entry.step or 1) < 0
     if isinstance(entry, fx.Node):
@@ -44,7 +44,7 @@ def _may_count_from_the_end(pair: OpPair, entry: Any) -> bool:
 
 
 def _dims_looked_into(pair: OpPair, given: Reach) -> list[tuple[Any, tuple[Factors, ...]]]:
-    """Each entry of an index, and the dims that it looks into."""
+    """Pairs of each entry of an index and the dims that it indexes."""
     entries = pair.kwargs["index"] if isinstance(pair.kwargs["index"], (tuple, list)) else (pair.kwargs["index"],)
     widths = [*map(_width, entries)]
     found, at = [], 0
@@ -57,7 +57,7 @@ def _dims_looked_into(pair: OpPair, given: Reach) -> list[tuple[Any, tuple[Facto
 
 
 def _width(entry: Any) -> int:
-    """The number of dims that an entry of an index looks into; 0 for an ellipsis, which takes the rest."""
+    """Number of dims that an entry of an index consumes; 0 for an ellipsis, which takes the rest."""
     if entry is None or entry is Ellipsis:
         return 0
     is_mask = isinstance(entry, fx.Node) and type_of(entry).dtype == "bool"

@@ -1,4 +1,4 @@
-"""Ops that work number by number: each number of the output depends on those at its place."""
+"""Reach of elementwise ops, and of values made of sizes: each element depends on those at its place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.module.reach.values import LOW, MOST, Reach, Unclear, all_of, any_o
 
 
 def pointwise(pair: OpPair) -> Reach:
-    """Each number depends on those at its place."""
+    """The reach of an elementwise op; products with known zeros, and sums that hide scores, are known."""
     present = [r for r in pair.operands if r is not None]
     dims, lined = lined_up(present)
     pad, known = any_of([r.pad for r in lined]), all_of([r.known for r in lined])
@@ -49,7 +49,7 @@ def _set(known: Tensor, value: Tensor, where: Tensor, what: float) -> tuple[Tens
 
 
 def where(pair: OpPair) -> Reach:
-    """The numbers that the condition picks, where it is known."""
+    """The reach of the elements that the condition selects; of both branches where it is not known."""
     names = ("condition", "input", "other") if op_name(pair.node) == "where" else ("mask", "value", "input")
     dims, (condition, one, other) = lined_up([need(pair.of(n)) for n in names])
     chosen = condition.value.bool()
@@ -60,7 +60,7 @@ def where(pair: OpPair) -> Reach:
 
 
 def triangle(pair: OpPair) -> Reach:
-    """Zeros above or below a diagonal."""
+    """The reach of tril and triu: elements outside the triangle are known zeros."""
     given = need(pair.of("input"))
     if not all(is_plain(f) for f in given.dims[-2:]):
         raise Unclear
@@ -76,7 +76,7 @@ def triangle(pair: OpPair) -> Reach:
 
 
 def from_nothing(pair: OpPair) -> Reach:
-    """Values made of sizes alone are known; they must begin alike in both programs."""
+    """The reach of a value made of sizes alone: it is known, and must begin alike in both programs."""
 
     def made(node: fx.Node) -> Tensor:
         kwargs = fx.map_arg(

@@ -1,4 +1,4 @@
-"""An op of a program as it is, beside the same op of the longer program, and what reaches its operands."""
+"""An op of the unpadded program with the same op of the longer program, and the reach of its operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.module.reach.values import Factors, Reach, number, tidy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpPair:
-    """One op in both programs, and what reaches its operands."""
+    """One op in both programs, and the reach of its operands."""
 
     node: fx.Node  # of the longer program
     exact: fx.Node
@@ -36,12 +36,12 @@ class OpPair:
         return self.node.kwargs
 
     def dims(self, i: int = 0) -> tuple[Factors, ...]:
-        """The dims of an output, as far as sizes tell."""
+        """The dims of an output, each as one factor, by its sizes in both programs."""
         here, longer = (info(n).outputs[i].shape for n in (self.exact, self.node))
         return tuple(tidy(((e, n),)) for e, n in zip(here, longer, strict=True))
 
     def run(self, values: Mapping[fx.Node, Tensor]) -> Any:
-        """Compute the op of the longer program on these."""
+        """Compute the op of the longer program on these values."""
         return self.node.target.run(fx.map_arg(dict(self.node.kwargs), lambda n: values[n]))
 
 
@@ -50,7 +50,7 @@ def type_of_output(pair: OpPair, i: int) -> torch.dtype:
 
 
 def same_words(one: fx.Node, other: fx.Node) -> bool:
-    """Are the arguments that are no tensors the same?"""
+    """Whether the arguments that are not tensors are equal."""
 
     def words(node: fx.Node) -> list[Any]:
         return [

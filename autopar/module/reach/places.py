@@ -1,4 +1,4 @@
-"""Ops that move numbers to other places: views, ranges, concatenation, and writes into a range."""
+"""Reach of ops that move elements: views, ranges, concatenation, and writes into a range."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def permuted(pair: OpPair) -> Reach:
 
 
 def view(pair: OpPair) -> Reach:
-    """The same factors, shared out among other dims."""
+    """The reach of a view: the same factors, distributed over other dims."""
     given = need(pair.of("input"))
     left = [f for factors in given.dims for f in factors]
     if not math.prod(given.shape) or not math.prod(exact_shape(given)):
@@ -55,7 +55,7 @@ def view(pair: OpPair) -> Reach:
             if e % a == 0 and n % b == 0:
                 mine.append((a, b))
                 e, n = e // a, n // b
-            # the major part of a factor, and the rest of it is not padded
+            # the dim takes the major part of a factor, whose rest is not padded
             elif a % e == 0 and b % n == 0 and a // e == b // n:
                 mine.append((e, n))
                 left.insert(0, (a // e, b // n))
@@ -70,7 +70,7 @@ def view(pair: OpPair) -> Reach:
 
 
 def _reshaped(tensor: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
-    """The tensor in another shape, where dims that go with each other and are all alike stay of size one."""
+    """The tensor in another shape; groups of dims that correspond and along which all is alike stay of size one."""
     sizes: list[int] = []
     shown: list[int] = []
     i = j = 0
@@ -105,7 +105,7 @@ def expanded(pair: OpPair) -> Reach:
 
 
 def _ranged(given: Reach, dim: int, starts: tuple[int, int], lengths: tuple[int, int]) -> Reach:
-    """A range of a dim, which begins and ends in both programs there."""
+    """The reach of a range of a dim, given by its start and length in both programs."""
     if is_padded([given.dims[dim]]) and (starts[0] != starts[1] or starts[0] < 0 or len(given.dims[dim]) > 1):
         raise Unclear
     if starts[0] != starts[1]:
@@ -119,7 +119,7 @@ def _ranged(given: Reach, dim: int, starts: tuple[int, int], lengths: tuple[int,
 
 
 def _in_both(pair: OpPair, name: str, default: int = 0) -> tuple[int, int]:
-    """A whole number among the arguments: in the call as it is, and in the longer one."""
+    """An integer argument in both programs: unpadded, and longer."""
     one, other = (int(n.kwargs.get(name, default) or 0) for n in (pair.exact, pair.node))
     return one, other
 
@@ -149,7 +149,7 @@ def split(pair: OpPair) -> list[Reach]:
 
 
 def end_to_end(pair: OpPair) -> Reach:
-    """Values end to end, of which only the last may be padded: else the next begins elsewhere."""
+    """The reach of a concatenation, of which only the last value may be padded: else the next begins elsewhere."""
     given = [need(r) for r in pair.operands]
     rank = len(type_of(pair.node).shape)
     dim = int(pair.kwargs.get("dim", 0)) % rank
@@ -177,7 +177,7 @@ def end_to_end(pair: OpPair) -> Reach:
 
 
 def more_at_the_ends(pair: OpPair) -> Reach:
-    """Constants put before and behind. Behind padding, the padding must be that constant already."""
+    """The reach of padding by constants at both ends; behind padding, that must be the same constant already."""
     given, amounts, fill = need(pair.of("input")), list(pair.kwargs["pad"]), pair.kwargs.get("value") or 0
     if pair.kwargs.get("mode", "constant") != "constant":
         raise Unclear
@@ -205,9 +205,9 @@ def more_at_the_ends(pair: OpPair) -> Reach:
 
 
 def overwritten(pair: OpPair) -> Reach:
-    """A range, or one place, of a dim with other numbers.
+    """The reach of a write to a range, or to one place, of a dim.
 
-    Behind a range that is longer where padding is, nothing may follow.
+    Where the range is longer in the longer program, nothing may follow it.
     """
     given, source = need(pair.of("input")), need(pair.of("src"))
     is_one = op_name(pair.node) == "select_scatter"
@@ -234,10 +234,10 @@ def overwritten(pair: OpPair) -> Reach:
 
 
 def _lengths(reach: Reach, dim: int) -> tuple[int, int]:
-    """The size of a dim: in the call as it is, and in the longer one."""
+    """The size of a dim in both programs: unpadded, and longer."""
     return exact_shape(reach)[dim], reach.shape[dim]
 
 
 def _unsqueezed(reach: Reach, dim: int) -> Reach:
-    """The value with a dim of size one more."""
+    """The value with one more dim of size one."""
     return reach.moved((*reach.dims[:dim], (), *reach.dims[dim:]), lambda t: t.unsqueeze(dim))

@@ -1,4 +1,4 @@
-"""Ops along a dim: reductions, softmax, running sums, losses of classes and attention."""
+"""Reach of ops along a dim: reductions, softmax, running sums, losses over classes and attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _dims_of(pair: OpPair, rank: int) -> tuple[int, ...]:
 
 
 def reduced(pair: OpPair) -> Reach:
-    """A reduction without the numbers known to change nothing: a zero of a sum, an -inf of a maximum."""
+    """The reach of a reduction without elements known to be neutral, such as zeros in a sum or -inf in a maximum."""
     given, neutral = need(pair.of("input")), facts_of(op_name(pair.node)).neutral
     rank = len(given.dims)
     gone, keeps = _dims_of(pair, rank), bool(pair.kwargs.get("keepdim", False))
@@ -38,7 +38,7 @@ def reduced(pair: OpPair) -> Reach:
 
 
 def softmax(pair: OpPair) -> Reach:
-    """Each number depends on all of its row but what is known to be -inf."""
+    """The reach of a softmax: each element depends on all of its row except for known -inf."""
     given = need(pair.of("input"))
     dim = int(pair.kwargs["dim"]) % len(given.dims)
     hidden = given.is_(-math.inf)
@@ -51,7 +51,7 @@ def softmax(pair: OpPair) -> Reach:
 
 
 def running(pair: OpPair) -> Reach:
-    """Each number depends on those before it."""
+    """The reach of a running sum: each element depends on those before it."""
     given = need(pair.of("input"))
     dim = int(pair.kwargs["dim"]) % len(given.dims)
     reached = given.pad & ~given.is_(0)
@@ -64,7 +64,7 @@ def running(pair: OpPair) -> Reach:
 
 
 def loss_of_classes(pair: OpPair) -> Reach:
-    """A loss of which ignored targets count for nothing."""
+    """The reach of a loss over classes, in which ignored targets do not count."""
     logits, target = need(pair.of("input")), need(pair.of("target"))
     reduction = pair.kwargs.get("reduction", "mean")
     if target.value.is_floating_point() or reduction not in ("sum", "none") or len(logits.dims) != len(target.dims) + 1:
@@ -87,7 +87,7 @@ def loss_of_classes(pair: OpPair) -> Reach:
 
 
 def attention(pair: OpPair) -> Reach:
-    """A query sees the keys that neither the mask nor the causal order hides."""
+    """The reach of attention: a query sees the keys that neither the mask nor the causal order hides."""
     query, key, value = (need(pair.of(n)) for n in ("query", "key", "value"))
     mask = pair.of("attn_mask")
     if not all(is_plain(r.dims[-2]) for r in (query, key, value)) or key.dims[-2] != value.dims[-2]:
@@ -111,5 +111,5 @@ def attention(pair: OpPair) -> Reach:
 
 
 def _heads_alike(pad: Tensor) -> Tensor:
-    """Groups of query heads read one head of keys: what reaches one, reaches all."""
+    """Padding joined over heads, as a group of query heads reads one head of keys."""
     return pad.amax(-3, keepdim=True) if pad.dim() > 3 else pad

@@ -1,4 +1,4 @@
-"""How padding goes through an op: by the word for it in the op's entry, or by its sharding rule."""
+"""The table of functions that carry reach through an op: by the `reach` of the op's entry, or by its sharding rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A value of a padded program: which of its numbers padding reaches, and which are known before it runs."""
+"""Values of a padded program: which of their elements padding reaches, and which are known before it runs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 
 from autopar.graph.graph import type_of
 
-Factors = tuple[tuple[int, int], ...]  # of one dim, major first: each as it is, and as it is longer
-LOW = -1e9  # what is added to a score to hide it
-MOST = 2**28  # numbers of a value that are looked at one by one
+Factors = tuple[tuple[int, int], ...]  # of one dim, major first: size of each in the unpadded and in the longer call
+LOW = -1e9  # a score to which this or less is added is hidden
+MOST = 2**28  # most elements of a value that is looked at in full
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """One value of the longer program.
+    """The reach of padding in one value of the longer program.
 
-    The tensors have its dims, of size one where all along a dim are alike.
+    The tensors have the value's dims, with size one where all along a dim is alike.
     """
 
     dims: tuple[Factors, ...]
-    pad: Tensor  # is it padding, or does it depend on padding
-    known: Tensor  # is it known before anything is run,
-    value: Tensor  # and what it is; 0 where it is not known
+    pad: Tensor  # whether it is padding, or depends on padding
+    known: Tensor  # whether it is known before anything runs,
+    value: Tensor  # and its value; 0 where it is not known
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,11 +36,11 @@ class Reach:
 
     @property
     def is_reached(self) -> bool:
-        """Does a number depend on padding that the call as it is has too?"""
+        """Whether an element that the unpadded call has too depends on padding."""
         return bool((self.pad & ~beyond(self.dims)).any())
 
     def is_(self, value: Any) -> Tensor:
-        """A mask of the numbers known to be this."""
+        """A mask of the elements known to have this value."""
         return self.known & (self.value == value)
 
     @property
@@ -48,11 +48,11 @@ class Reach:
         return self.pad, self.known, self.value
 
     def moved(self, dims: tuple[Factors, ...], move: Callable[[Tensor], Tensor]) -> Reach:
-        """The same numbers under other dims: `move` does to a tensor what the op does to places."""
+        """The same elements under other dims: `move` does to a tensor what the op does to places."""
         return Reach(dims, move(self.pad), move(self.known), move(self.value))
 
     def without(self, dim: int) -> Reach:
-        """The same with nothing said of the size of a dim."""
+        """The reach with the size of one dim left open."""
         return replace(self, dims=replaced(self.dims, dim, ()))
 
     def full(self, tensor: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Reach:
 
 
 class Unclear(Exception):
-    """Nothing can be said of an output: as if padding reached all of it."""
+    """Raised where nothing can be said of an output, which then counts as reached everywhere."""
 
 
 def number(value: Any) -> Reach:
@@ -74,7 +74,7 @@ def unknown(dims: tuple[Factors, ...], dtype: torch.dtype, pad: bool | Tensor = 
 
 
 def given_value(exact: fx.Node, node: fx.Node, fill: float | None) -> Reach:
-    """A parameter or a buffer; an input with what is put into its padding."""
+    """The reach of a parameter or buffer (`fill` None), or of an input whose padding is `fill`."""
     dims = tuple(tidy(((e, n),)) for e, n in zip(type_of(exact).shape, type_of(node).shape, strict=True))
     dtype, padding = type_of(node).torch_dtype, beyond(dims)
     if fill is None:
@@ -83,13 +83,13 @@ def given_value(exact: fx.Node, node: fx.Node, fill: float | None) -> Reach:
 
 
 def reach_of(dims: tuple[Factors, ...], pad: Tensor, known: Tensor, value: Tensor) -> Reach:
-    """A value of which all is padding that the call as it is does not have."""
+    """The reach of a value, with all elements that the unpadded call does not have as padding."""
     value = torch.where(known, value, torch.zeros((), dtype=value.dtype))
     return Reach(dims, _narrowed(pad | beyond(dims)), _narrowed(known), _narrowed(value))
 
 
 def _narrowed(tensor: Tensor) -> Tensor:
-    """One number of each dim along which all are alike."""
+    """The tensor with size one in each dim along which all elements are equal."""
     for d in range(tensor.dim()):
         if tensor.shape[d] > 1 and bool((tensor == tensor.narrow(d, 0, 1)).all()):
             tensor = tensor.narrow(d, 0, 1)
@@ -97,7 +97,7 @@ def _narrowed(tensor: Tensor) -> Tensor:
 
 
 def tidy(factors: Factors) -> Factors:
-    """Neighbours that are not padded are one; those of size one are none."""
+    """The factors of a dim with unpadded neighbours merged, and those of size one dropped."""
     found: list[tuple[int, int]] = []
     for e, n in factors:
         if e == n and found and found[-1][0] == found[-1][1]:
@@ -113,12 +113,12 @@ def is_padded(dims: Sequence[Factors]) -> bool:
 
 
 def is_plain(factors: Factors) -> bool:
-    """Is what a call as it is has the first numbers along this dim?"""
+    """Whether the elements of the unpadded call are the first ones along this dim."""
     return len(factors) < 2 or not is_padded([factors])
 
 
 def exact_size(factors: Factors) -> int:
-    """The size of a dim in the call as it is."""
+    """The size of a dim in the unpadded call."""
     return math.prod(exact for exact, _ in factors)
 
 
@@ -132,7 +132,7 @@ def exact_shape(reach: Reach) -> tuple[int, ...]:
 
 
 def beyond(dims: tuple[Factors, ...]) -> Tensor:
-    """A mask of the places where the call as it is has nothing."""
+    """A mask of the places that the unpadded call does not have."""
     found = torch.zeros((1,) * len(dims), dtype=torch.bool)
     for d, factors in enumerate(dims):
         if is_padded([factors]):
@@ -152,7 +152,7 @@ def in_full(reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def replaced(dims: Sequence[Factors], dim: int, factors: Factors) -> tuple[Factors, ...]:
-    """The dims with other factors of one."""
+    """The dims with the factors of one replaced."""
     return (*dims[:dim], factors, *dims[dim + 1 :])
 
 
@@ -163,13 +163,13 @@ def need(reach: Reach | None) -> Reach:
 
 
 def _with_rank(reach: Reach, rank: int) -> Reach:
-    """The value with dims of size one before its own, as broadcasting adds them."""
+    """The value with leading dims of size one, as broadcasting adds them."""
     more = rank - len(reach.dims)
     return reach.moved(((),) * more + reach.dims, lambda t: t.reshape((1,) * more + t.shape))
 
 
 def lined_up(reaches: Sequence[Reach]) -> tuple[tuple[Factors, ...], list[Reach]]:
-    """Operands of one rank, as broadcasting lines them up, and the dims that come of it."""
+    """The broadcast dims of several values, and the values brought to one rank."""
     rank = max(len(r.dims) for r in reaches)
     found = []
     for r in reaches:
