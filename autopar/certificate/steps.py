@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.certificate.calls import is_constant
-from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, is_free, joined, whole, without
+from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, is_free, joined, size, whole, without
 
 
 def all_reduce(x: Type, axis: str) -> Type:
     ones = [d for d, dim in enumerate(x.dims) if any(n == 1 and axis in axes for n, axes in dim)]
     if ones:  # one row of a dim that is cut is also a part of the sum over the dim
         return replace(x, dims=_with(x, ones[0], without(x.dims[ones[0]], frozenset({axis}))))
-    may_be_a_part = axis in x.sums | x.open or x.is_zero or is_constant(x)
+    # one row of a repeated dim is what its sum would be, of which nothing is known
+    is_repeated = any(is_free(dim) and size(dim) == 1 for dim in x.dims)
+    may_be_a_part = axis in x.sums | x.open or x.is_zero or is_constant(x) or is_repeated
     _needs(may_be_a_part, x, f"what is summed over {axis} has to be a part of a sum there")
     return _settled(x, axis)
 
@@ -53,6 +55,8 @@ def slice(x: Type, axis: str, dim: int, length: int, blocks: Any = (), here: int
         return replace(x, dims=_with(x, dim, whole(here))).opened(others)
     is_whole = axis not in x.sums | x.most and axis not in axes_of(x.dims)
     _needs(is_whole, x, f"what is cut over {axis} has to be whole there")
+    if is_constant(x):  # each device has other rows of it from here on
+        x = replace(x, dims=_with(x, dim, whole(size(x.dims[dim]))))
     return _cut(x, axis, dim, blocks, here)
 
 

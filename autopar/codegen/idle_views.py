@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _ATEN = torch.ops.aten
 _RESHAPES = (_ATEN.reshape.default, _ATEN.view.default, UNSAFE_VIEW)
+_GROWS = (*_RESHAPES, _ATEN.expand.default)
 _TURNS = (_ATEN.t.default, _ATEN.transpose.int)
 _SUM = _ATEN.sum.dim_IntList
 
@@ -35,7 +36,7 @@ def drop_idle_views(half: Half) -> None:
     taken: dict[Any, fx.Node] = {}
     views = [n for n in half.graph.nodes if _only_shows(n)]
     for node in views:
-        stays = node.target in _RESHAPES and (node.meta.get(BACK) or node.meta.get(OP)) in half.regrouped
+        stays = node.target in _GROWS and (node.meta.get(BACK) or node.meta.get(OP)) in half.regrouped
         value = (None if stays else _the_same(node)) or taken.setdefault(_key(node), node)
         if value is node or (node in leaving and (value in leaving or value.op == "placeholder")):
             continue

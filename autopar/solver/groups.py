@@ -153,7 +153,7 @@ class _Stages:
 
     def before(self, op: int, states: StepStates) -> Iterator[Passing]:
         """Passings with more values that the backward of an op can do without for now, the largest first."""
-        line, begin = self.line, max(t for t in self.begins if t <= op)
+        line, begin = self.line, max((t for t in self.begins if t <= op), default=0)
         lie = {
             v: line.runs[line.made_by[v]].time
             for v in self.made(states.again)

@@ -68,10 +68,8 @@ def strategies_of(op, arguments):
         [t.shape for t in types],
     )
 
-    class Node:  # what tells a tensor from a number there
-        meta = {}
-
-    binding = without_numbers(binding, [Node() if isinstance(o, torch.Tensor) else o for o in operands])
+    node = torch.fx.Graph().placeholder("tensor")  # what tells a tensor from a number there
+    binding = without_numbers(binding, [node if isinstance(o, torch.Tensor) else o for o in operands])
     wants = [isinstance(o, torch.Tensor) and o.requires_grad for o in operands]
     return [
         s
