@@ -33,7 +33,10 @@ def _product(call: Call, a: Type, b: Type, batch: int) -> Type:
     pending = summed([a, b], "one", lost)
     if both := sums & pending:
         raise Refused(f"a part of a sum over {', '.join(both)} is summed over it once more", "one of them")
-    return Type((*dims, rows, columns), sums=sums | pending, open=lost)
+    made = Type((*dims, rows, columns), sums=sums | pending, open=lost)
+    if is_free(a.dims[-1]) and is_free(b.dims[-2]):  # repeated rows were summed: over a part, or over the whole
+        return made.opened(call.axes - frozenset(axes_of(made.dims)))
+    return made
 
 
 @rule("mm.default", "bmm.default")
