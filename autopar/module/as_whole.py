@@ -25,7 +25,7 @@ from autopar.module.checkpoint import whole
 from autopar.module.storage import Storage
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.ours import is_ours
-from autopar.runtime.patches import answer_reads, begin_as_whole, replace_methods, replace_property
+from autopar.runtime.patches import answer_draws, answer_reads, begin_as_whole, replace_methods, replace_property
 from autopar.runtime.private import local_part
 
 _READS = ("numpy", "tolist", "__array__", "__format__")
@@ -35,8 +35,10 @@ _VIEWS = tuple(
 )
 _STAY = frozenset(  # they end in an underscore, and write no number
     "detach_ requires_grad_ rename_ retains_grad_ share_memory_ resize_ resize_as_ sparse_resize_ set_ swapaxes_ "
-    "swapdims_ squeeze_ unsqueeze_ t_ transpose_ apply_ map_ map2_".split()
+    "swapdims_ squeeze_ unsqueeze_ t_ transpose_".split()
 )
+_DRAWS = frozenset("normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ geometric_ log_normal_".split())
+_CALLED = frozenset("apply_ map_ map2_".split())  # with a function of the user's, element by element
 _WRITES = tuple(
     name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _STAY
 ) + tuple(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split())
@@ -58,6 +60,7 @@ class _Piece:
 def read_and_write_as_whole() -> None:
     """Patch DTensor so that those of parallel models are read and written as whole tensors."""
     answer_reads(_number)
+    answer_draws(_drawn_like)
     replace_methods(_READS, _read)
     replace_methods(_VIEWS, _looked_at)
     replace_methods(_WRITES, _written)
@@ -74,10 +77,10 @@ def whole_of(tensor: DTensor) -> Tensor:
         return whole(tensor.redistribute(placements=summed))
 
 
-def store(tensor: DTensor, full: Tensor) -> None:
-    """Write a whole tensor: each rank its part, and also into the tensor that this one is a piece of."""
+def store(tensor: DTensor, full: Tensor, of_rank_0: bool = False) -> None:
+    """Write the whole tensor, or that of rank 0: each rank its part, also to the base of a piece."""
     with torch.no_grad():
-        local_part(tensor).copy_(Storage.like(tensor).take(full, False).to_local())
+        local_part(tensor).copy_(Storage.like(tensor).take(full, of_rank_0).to_local())
     _hand_on(tensor)
 
 
@@ -134,6 +137,11 @@ def _written(name: str, theirs: Any) -> Any:
     def write(self: DTensor, *args: Any, **how: Any) -> Any:
         if name == "copy_" and args and _is_plain(args[0]) and is_ours(self) and _may_write(self):
             store(self, args[0].to(self.device, self.dtype).expand(self.shape))
+            return self
+        if name in _DRAWS | _CALLED and is_ours(self) and _may_write(self):
+            full = whole_of(self).clone()
+            getattr(full, name)(*map(_in_full, args), **how)
+            store(self, full, of_rank_0=name in _DRAWS)
             return self
         if _piece_of(self) is not None:
             _may_write(self)
@@ -202,8 +210,13 @@ def _begin(theirs: Callable[..., Any], tensor: DTensor, *args: Any, **how: Any) 
     full = whole_of(tensor).clone()
     with torch.no_grad():
         theirs(full, *args, **how)
-        local_part(tensor).copy_(Storage.like(tensor).take(full, True).to_local())
+    store(tensor, full, of_rank_0=True)
     return tensor
+
+
+def _drawn_like(op: Callable[..., Tensor], tensor: DTensor, *args: Any, **how: Any) -> Tensor:
+    """The draws of an op that are as many as a tensor has elements: those of rank 0, and each rank its part."""
+    return Storage.like(tensor).take(op(whole_of(tensor), *args, **how), True)
 
 
 def _in_full(value: Any) -> Any:

@@ -186,6 +186,31 @@ def answer_reads(number: Callable[[DTensor], Any]) -> None:
     STANDING.put(_handlers(), torch.ops.aten._local_scalar_dense.default, make)
 
 
+_DRAWS_LIKE: dict[Any, Callable[..., Tensor]] = {  # ops by which others draw the same on a tensor that is made first
+    torch.ops.aten.randn_like.default: lambda x: torch.empty_like(x).normal_(),
+    torch.ops.aten.rand_like.default: lambda x: torch.empty_like(x).uniform_(),
+    torch.ops.aten.randint_like.default: lambda x, high: torch.empty_like(x).random_(0, high),
+    torch.ops.aten.randint_like.low_dtype: lambda x, low, high: torch.empty_like(x).random_(low, high),
+    torch.ops.aten.bernoulli.default: lambda x: torch.empty_like(x).bernoulli_(x),
+    torch.ops.aten.bernoulli.p: lambda x, p: torch.empty_like(x).bernoulli_(p),
+}
+
+
+def answer_draws(draw: Callable[..., Tensor]) -> None:
+    """Let `draw` answer ops that draw numbers like a DTensor of a parallel model; it is passed the op."""
+    for op, otherwise in _DRAWS_LIKE.items():
+
+        def make(theirs: Any, op: Any = op, otherwise: Callable[..., Tensor] = otherwise) -> Any:
+            def ours(op_call: Any, args: Any, kwargs: Any) -> Any:
+                if is_ours(args[0]):
+                    return draw(op, *args, **kwargs)
+                return otherwise(*args) if theirs is None else theirs(op_call, args, kwargs)
+
+            return ours
+
+        STANDING.put(_handlers(), op, make)
+
+
 def replace_methods(names: Iterable[str], make: Callable[[str, Any], Any]) -> None:
     """Replace methods of DTensor by what `make` gives for a name and torch's method."""
     for name in names:

@@ -190,10 +190,53 @@ def begun_anew(m):
 
 
 @line
+def blocks_begun_anew(m):
+    for block in m.e.weight.data[:9].split(3):
+        nn.init.eye_(block)
+    nn.init.eye_(m.l.weight.data[1:4])
+    m.l.weight.data.apply_(lambda v: 2 * v)
+    return torch.cat([m.e.weight, m.l.weight])
+
+
+@line
 def what_is_read_changes_nothing(m):
     row = m.e.weight[3].detach().clone()
     row.zero_()
     return m.e.weight
+
+
+DRAWN = {  # on ranks whose generators are of one seed: threads share theirs
+    "normal": lambda w: nn.init.normal_(w),
+    "xavier": lambda w: nn.init.xavier_uniform_(w),
+    "truncated": lambda w: nn.init.trunc_normal_(w, std=0.02),
+    "orthogonal blocks": lambda w: [nn.init.orthogonal_(w[i : i + 3]) for i in (0, 3, 6)],
+    "noise": lambda w: w.add_(torch.randn_like(w)).mul_(torch.rand_like(w)),
+    "a mask": lambda w: w.mul_(torch.bernoulli(w.sigmoid())).mul_(torch.bernoulli(torch.full_like(w, 0.5))),
+    "whole numbers": lambda w: w.copy_(torch.randint_like(w, 3, 9)),
+    "rows": lambda w: (w[2].normal_(), w[3:5].uniform_()),
+}
+
+
+def drawn_on_rank(rank, parallel, is_one_seed):
+    found = {}
+    for name, draw in DRAWN.items():
+        model, batch = made()
+        mine = autopar.autoparallelize(model, batch, mesh=2, parallel=parallel, cluster=eager_links())
+        torch.manual_seed(7 if is_one_seed or not rank else 8)
+        draw(mine.e.weight.data)
+        found[name] = whole(mine.e.weight.detach()).clone()
+    return found
+
+
+@pytest.mark.parametrize("parallel, is_one_seed", [("zero3", True), ("dp", False)])
+def test_draws_on_parameters_are_those_of_one_device(parallel, is_one_seed, processes):
+    """Those of rank 0: with other seeds on other ranks, too, copies stay copies."""
+    for found in processes(2, drawn_on_rank, parallel, is_one_seed):
+        for name, draw in DRAWN.items():
+            expected = copy.deepcopy(MODEL).e.weight.data
+            torch.manual_seed(7)
+            draw(expected)
+            torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def run(model, batch, name):
