@@ -137,7 +137,10 @@ def plan(
 
 
 def _planned(request: Request, graph: Graph, started: float, traced: Callable[[Request], Graph]) -> Plan:
-    """The plan of a request; where there is none, a letter with remedies, for which `traced` traces other requests."""
+    """The plan of a request; where none fits, raises a letter with remedies.
+
+    `traced` gives the graphs of the other requests that the remedies try.
+    """
     try:
         return request.plan(graph, started)
     except Infeasible as e:
@@ -159,10 +162,10 @@ def autoparallelize(
     timeout_s: float = 600.0,
     **planning: Any,
 ) -> torch.nn.Module:
-    """Turn `model` into its parallel self, in place, and return it: an instance of its own class, trained as before.
+    """Turn `model` into its parallel self, in place, and return it.
 
-    Runs on every rank (torchrun), or on one process. A model on meta is filled part by part: no rank ever holds it in
-    full.
+    The model stays an instance of its own class, and is trained as before. The call runs on every rank (torchrun), or
+    on one process. A model on meta is filled part by part: no rank ever holds it in full.
 
     Args:
         model: The model as it runs on one device.

@@ -39,14 +39,14 @@ _PRECISIONS = {
 
 
 def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
-    """Raise a letter for an argument that is none of the values that stages serve; each is (given, served)."""
+    """Raise a letter for an argument that is not among the served values; each is (given, served)."""
     for name, (given, served) in arguments.items():
         if given not in served:
             raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
 
 
 def kernels_of(given: Any) -> bool | tuple[str, ...]:
-    """The families of kernels that may take the place of ops; True: those measured to be faster; False: none."""
+    """Families of kernels that may replace ops; True means those measured to be faster, False none."""
     if isinstance(given, bool):
         return given
     names = (given,) if isinstance(given, str) else given
@@ -110,7 +110,7 @@ def optimizer_of(given: Any) -> str | float:
 
 
 def _states_of(name: str, groups: Sequence[Any]) -> str | float | None:
-    """The name of an optimizer of torch.optim, or the bytes of its states by its options; None if not known."""
+    """The name of a torch.optim optimizer, or its states' bytes per parameter element; None if unknown."""
     has_momentum = any(group.get("momentum") for group in groups)
     if name in ("Adam", "AdamW"):
         return 12 if any(group.get("amsgrad") for group in groups) else "adamw"
@@ -193,7 +193,7 @@ def check_timeout(timeout_s: Any) -> None:
 
 
 def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None:
-    """The backend that `compile=` asks torch.compile for, among the `known`; None where code runs as emitted."""
+    """The torch.compile backend that `compile=` names, one of `known`; None where code runs as emitted."""
     if compile is False:
         return None
     backend = "inductor" if compile is True else compile
@@ -205,7 +205,10 @@ def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None
 
 
 def budget_of(given: Any, cluster: Cluster) -> float:
-    """Bytes a device that a caller means, infinite for no limit; by default the device's memory less a reserve."""
+    """The budget that a caller gives, in bytes a device, where inf is no limit.
+
+    None is the device's memory less a reserve.
+    """
     if given is None:
         return cluster.device.memory_bytes * (1 - RESERVE)
     number = given

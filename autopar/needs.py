@@ -60,7 +60,7 @@ class Needs:
         return Needs(graph, states, 2 * narrow * max(blocks.values(), default=0))
 
     def on(self, kind: str, request: Request) -> Fit:
-        """The fewest devices of a kind on which the step fits: in the budget, or in their memory less a reserve."""
+        """The fewest devices of a kind on which the step fits: in the budget, or in memory less a reserve."""
         cluster = Cluster.of(kind)
         has_budget = request.memory_budget is not None
         return self.within(request.budget if has_budget else cluster.device.memory_bytes * (1 - RESERVE), cluster, kind)
@@ -78,7 +78,7 @@ class Needs:
 
 
 def with_remedies(letter: Infeasible, request: Request, graph: Graph, traced: Callable[[Request], Graph]) -> Infeasible:
-    """The letter about a budget that no plan fits, with what would help: devices, precision, or arguments to free.
+    """The letter about a budget that no plan fits, with remedies: devices, precision, arguments to free.
 
     `traced` gives the graph of another request of the same model.
     """

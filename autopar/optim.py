@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
         adamw.step(_local(parameter), _local(gradient), average, squares, master, scale, rates)
 
     def _scale(self) -> Tensor | None:
-        """The factor, at most 1, that brings the norm of all gradients to `max_norm`; None where nothing is clipped."""
+        """The factor, at most 1, that clips the norm of all gradients to `max_norm`; None without clipping."""
         if self.max_norm is None:
             return None
         all_ = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

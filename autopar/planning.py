@@ -112,7 +112,7 @@ class Planning:
         return f"on all {mesh.size} devices in parts it takes {size(stands / mesh.size)}"
 
     def _with_kernels(self, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan in which every kernel that is counted can also stand among the ops, with no conversion in between.
+        """A plan that counts a kernel only where no conversion stands among the ops that it replaces.
 
         A group of ops that one kernel could stand for is counted as that kernel. Where a plan puts a conversion among
         them, no kernel can: they are counted as ops, and it is planned again.
@@ -196,7 +196,7 @@ class Planning:
         return self._fastest(wide, asked.budget, defaults)
 
     def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
-        """The plan where the fastest one does not fit: the loss head runs in chunks where they are nearly free.
+        """The plan where the fastest does not fit, with a loss head in chunks where these are nearly free.
 
         Where they are not, it is the fastest of plans with these chunks, fewer, and a whole head, under the least of
         their bounds.
@@ -283,7 +283,7 @@ def _said_of_groups(apart: frozenset[str]) -> list[tuple[str, str]]:
 
 
 def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasible:
-    """The letter about a whole loss head, which names the plan with a head in chunks where that is smaller."""
+    """The letter about a whole loss head; it names the plan with a head in chunks if that is smaller."""
     if not smallest < letter.smallest:
         return letter
     return letter.but(
@@ -303,7 +303,7 @@ class _DoesNotFit(Exception):
 
 
 def _seconds_of_chunks(space: Space, head: Head, plan: Plan) -> float:
-    """Seconds that a plan's loss head takes in chunks beyond the fastest choices of its ops where it is whole."""
+    """Seconds that a loss head in chunks takes beyond the fastest choices of its ops when it is whole."""
     ops = {info(node).key for node in head.ops}
     least = sum(float(site.seconds.min()) for site in space.sites if site.name in ops)
     takes = sum(d.seconds for name, d in plan.decisions.items() if name in ops or d.op in ("chunk", "added_up"))

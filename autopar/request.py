@@ -194,7 +194,7 @@ class Request:
         return self.outputs != "auto"
 
     def _in_turns(self, graph: Graph, turns: int) -> Graph:
-        """The graph of one of `turns` micro-batches, with the loss head in the number of chunks that is asked for."""
+        """The graph of one of `turns` micro-batches, with the loss head in as many chunks as are asked for."""
         made = self._turned(graph, turns)
         if self.chunks in ("auto", 1):
             return made
@@ -250,7 +250,7 @@ class Request:
         raise letter
 
     def _turns_again(self, graph: Graph) -> tuple[int | str, int | str]:
-        """Micro-batches and chunks for another batch: the greatest common divisors of those asked for and its rows."""
+        """Micro-batches and chunks for another batch: gcds of the numbers asked for and the batch's rows."""
 
         def shared(asked: int | str, rows: int) -> int | str:
             return asked if asked == "auto" else math.gcd(int(asked), rows)
@@ -284,7 +284,7 @@ class Request:
 
 
 def _count_or_mesh(given: Any) -> Any:
-    """A mesh as it was given; text of one number as an integer, a count of devices whose meshes are searched."""
+    """A mesh as given, or the integer in a text: a count of devices whose meshes are searched."""
     return int(given) if isinstance(given, str) and given.strip().isdecimal() else given
 
 
@@ -305,7 +305,7 @@ def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
 
 
 def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
-    """The letter about the whole batch, which names the plan in micro-batches where one was found to be smaller."""
+    """The letter about the whole batch; it names a plan in micro-batches if a smaller one was found."""
     whole, turns = letters[1], min(letters, key=lambda turns: letters[turns].smallest)
     smallest = letters[turns].smallest
     if not smallest < whole.smallest:

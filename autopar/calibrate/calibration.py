@@ -47,9 +47,9 @@ def calibrate(
     workloads: Sequence[Workload] = WORKLOADS,
     stages: Stages | None = None,
 ) -> Cluster:
-    """A profile of this machine, equal on every rank, for meshes with axes as long and as far apart as those of `mesh`.
+    """A profile of this machine for meshes whose axes have the sizes and distances of those of `mesh`.
 
-    `stages` reports progress, and keeps what was measured until all of it is.
+    The profile is equal on every rank. `stages` reports progress, and keeps what was measured until all of it is.
     """
     stages = stages or Stages(out=io.StringIO())
     axes = bind_axes(mesh.to_torch(device))
@@ -251,7 +251,7 @@ def _trained_in(device: str) -> tuple[str, ...]:
 
 
 def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
-    """Optimizers by the elements of a parameter on a device, as (name, elements, number of parameters, how to make it).
+    """Optimizers to time, as (name, elements of a parameter on a device, number of parameters, maker).
 
     Parameters are DTensors, as in a parallel model. Each optimizer is made when it is timed, as all together would fill
     a small GPU.
@@ -301,7 +301,7 @@ def _width(device: str) -> int:
 
 
 def _of_device(device: str) -> tuple[list[Callable[[], Any]], int]:
-    """Calls that measure the device: a product in each dtype, a copy, a small op; and the bytes of the copy."""
+    """Calls that time a product in each dtype, a copy and a small op; and the bytes of the copy."""
     width, copied = _width(device), 2**28 if device == "cuda" else 2**24
     squares = [torch.rand(width, width, device=device).to(getattr(torch, dtype)) for dtype in DTYPES]
     source, target, small = (

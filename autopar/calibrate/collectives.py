@@ -62,7 +62,7 @@ def _measured(mesh: DeviceMesh, axis: int, kind: str, times: dict[int, float]) -
 
 
 def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
-    """Latency in seconds and bytes/s of a collective's formula, fitted to measured times by relative differences."""
+    """Latency in seconds and bytes/s of a collective, fitted to measured times by relative differences."""
     terms = []
     for size, taken in times.items():  # a formula is linear in its latency and in one over its bandwidth
         per_latency = float(seconds(kind, n=n, whole=0, latency=1.0, wire=1.0))
@@ -148,11 +148,11 @@ def timed(
     tick: Callable[[], None] = lambda: None,
     lasts: float = TURNS_S,
 ) -> list[float]:
-    """Seconds of one call of each of `runs`, which ranks make together, on the slowest rank; medians over rounds.
+    """Median seconds over rounds of one call of each of `runs`, on the slowest rank.
 
-    Rounds go through all runs, so that other load on the machine meets all of them alike. In a round all ranks start
-    together, and each makes so many calls that they outlast the turns of ranks which share cores: a single call takes a
-    quarter to twice the time of one in a row, depending on the turns.
+    All ranks make these calls together. Rounds go through all runs, so that other load on the machine meets all of them
+    alike. In a round all ranks start together, and each makes so many calls that they outlast the turns of ranks which
+    share cores: a single call takes a quarter to twice the time of one in a row, depending on the turns.
     """
 
     def once(run: Callable[[], Any], calls: int) -> float:

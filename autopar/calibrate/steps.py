@@ -46,7 +46,7 @@ class Reference(nn.Module):
 
 
 def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetitions: int) -> tuple[float, float]:
-    """Measured seconds of a step's ops over their prediction, and the seconds of a step that do not grow with its ops.
+    """The ratio of measured to predicted seconds of ops, and a step's seconds that do not grow with them.
 
     They are slope and height of the line through two steps of the reference, whose batch is cut over all devices. Its
     communication counts as measured: collectives are measured with all ranks running, in rows.
@@ -62,7 +62,7 @@ def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetition
 
 
 def line(few: float, least: float, many: float, most: float) -> tuple[float, float]:
-    """Slope and height of the line through (few, least) and (many, most), with a slope of at least `LEAST`.
+    """Slope (at least `LEAST`) and height of the line through (few, least) and (many, most).
 
     The height is not negative: where the line would be below zero, it goes through zero and the large step instead.
     """
@@ -72,7 +72,7 @@ def line(few: float, least: float, many: float, most: float) -> tuple[float, flo
 
 
 def _step(mesh: DeviceMesh, device: str, cluster: Cluster, rows: int) -> tuple[Callable[[], None], float, float]:
-    """A step of the reference with so many rows per device, and predicted seconds of its ops and communication."""
+    """A step of the reference with `rows` per device, and predicted seconds of its ops and communication."""
     torch.manual_seed(0)
     # on a GPU long enough that it does not wait for the host
     width, length = (4096, 2048) if device == "cuda" else (256, 64)
@@ -100,7 +100,10 @@ def _step(mesh: DeviceMesh, device: str, cluster: Cluster, rows: int) -> tuple[C
 
 
 def _slowest(steps: Sequence[Callable[[], None]], device: str, repetitions: int) -> list[float]:
-    """Seconds of steps on the slowest rank, medians over repetitions; the steps take turns, so that noise meets all."""
+    """Median seconds over repetitions of each step, on the slowest rank.
+
+    The steps take turns, so that noise meets all of them.
+    """
     taken: list[list[float]] = [[] for _ in steps]
     for _ in range(WARM + repetitions):
         for step, seconds in zip(steps, taken, strict=True):

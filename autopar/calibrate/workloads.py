@@ -327,9 +327,9 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
-    """The call as ATen code on a device, in a dtype; with `backward`, with its gradients, given those of its results.
+    """The call as ATen code on a device in a dtype; with `backward`, the code also makes the gradients.
 
-    Only operands of dtype float32 are cast.
+    The gradients that arrive at the results are ones. Only operands of dtype float32 are cast.
     """
     function, operands = call[0], tuple(_as(x.to(device), dtype) for x in call[1])
     trained = [i for i, x in enumerate(operands) if x.is_floating_point()]

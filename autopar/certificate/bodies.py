@@ -28,7 +28,7 @@ def _name(target: Any) -> str:
 
 
 def is_body_known(target: Any) -> bool:
-    """Whether the op is the custom op of a kernel, which without the kernel runs the ops that it stands for."""
+    """Whether the op is a kernel's custom op, whose function can also run the ops that it stands for."""
     name = _name(target)
     if not name.startswith(_OURS) or name.startswith(_OF_PARTS):
         return False
@@ -36,7 +36,10 @@ def is_body_known(target: Any) -> bool:
 
 
 def body_of(node: fx.Node) -> fx.Graph:
-    """The graph that a call stands for: its placeholders are the call's tensors in order, it returns a list."""
+    """The graph that a call stands for.
+
+    The graph's placeholders are the call's tensors in order, and the graph returns a list.
+    """
     function = function_of(_name(node.target))
     places = list(node.all_input_nodes)
 

@@ -43,7 +43,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def unknown(call: Call) -> Any:
-    """Result types of an op without a rule: nothing is known along axes on which some operand is not whole."""
+    """Result types of an op without a rule: unknown along the axes on which some operand is not whole."""
     types = call.types
     lost = frozenset(a for t in types for a in t.known)
     are_constants = bool(types) and all(is_constant(t) for t in types)

@@ -12,9 +12,10 @@ _NONE: frozenset[str] = frozenset()
 
 
 def elementwise(call: Call, linear: str = "") -> Type:
-    """Type of an elementwise result: dims that meet must lie alike, and a partial sum needs an op that is linear in it.
+    """The type of the result of an elementwise op.
 
-    `linear` is "" (in no operand), "first", "all" (in all operands at once) or "one" (a product: in any one of them).
+    Dims that meet must lie alike, and a partial sum needs an op that is linear in it. `linear` is "" (in no operand),
+    "first", "all" (in all operands at once) or "one" (a product: in any one of them).
     """
     types, shape = call.types, call.shapes[0]
     lost = frozenset(a for t in types for a in t.open)

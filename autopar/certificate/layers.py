@@ -136,7 +136,7 @@ _ATTENTION = (
 
 
 def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list[str]]:
-    """For an attention: the axes along which nothing is known, the dims of rows and heads, and what cuts positions."""
+    """The axes along which an attention is unknown, its row and head dims, and axes that cut positions."""
     lost = frozenset(a for t in types for a in t.open)
     # all share a head that is the only one, or repeated
     cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types if t.dims[1] and not is_free(t.dims[1])]

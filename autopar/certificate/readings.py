@@ -28,7 +28,10 @@ class Wholes:
     sizes: Mapping[str, int]  # of all axes
 
     def differ_in(self, rank: int) -> bool:
-        """Whether there are several whole shapes of this rank, so that equal local shapes may differ in the whole."""
+        """Whether there are several whole shapes of this rank.
+
+        Equal local shapes may then be parts of different whole shapes.
+        """
         return len({shape for shape in self.shapes if len(shape) == rank}) > 1
 
     def have(self, dims: Sequence[Dim]) -> bool:
@@ -77,7 +80,7 @@ def _turned(shape: tuple[int, ...]) -> frozenset[tuple[int, ...]]:
 
 @functools.cache
 def _are_parts(run: tuple[tuple[int, tuple[int, ...]], ...], whole: int) -> bool:
-    """Whether a dim may be cut into a run of atoms, each given by its local rows and the sizes of its axes."""
+    """Whether a dim may be cut into a run of atoms, each with its local rows and the sizes of its axes."""
     if not run:
         return whole == 1
     (rows, counts), rest = run[0], run[1:]
@@ -89,7 +92,10 @@ def _are_parts(run: tuple[tuple[int, tuple[int, ...]], ...], whole: int) -> bool
 
 @functools.cache
 def _is_part(rows: int, whole: int, counts: tuple[int, ...]) -> bool:
-    """Whether a device may have so many rows of a dim: rows inside a cut one stay together, single rows are not cut."""
+    """Whether a device may have `rows` of the `whole` rows of a dim that axes of these sizes cut.
+
+    Rows may be cut in groups of one size, of which there must be more than one.
+    """
     return any(
         whole > unit and rows // unit in _parts(whole // unit, counts) for unit in _divisors(math.gcd(rows, whole))
     )
@@ -103,7 +109,7 @@ def _divisors(whole: int) -> tuple[int, ...]:
 
 @functools.cache
 def _parts(whole: int, counts: tuple[int, ...]) -> frozenset[int]:
-    """The numbers of rows that a device may have of a dim which axes of these sizes cut, the major one first."""
+    """The numbers of rows that a device may have of a dim that axes of these sizes cut, major first."""
     if not counts:
         return frozenset({whole})
     most = -(-whole // counts[0])

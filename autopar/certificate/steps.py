@@ -82,7 +82,10 @@ def _with(x: Type, dim: int, made: Dim) -> tuple[Dim, ...]:
 
 
 def _gathered(x: Type, dim: int, axis: str, length: int) -> Type:
-    """`x` with a dim of `length` rows that the axis no longer cuts: it must be the innermost of those that cut it."""
+    """`x` with a dim of `length` rows that the axis no longer cuts.
+
+    The axis must be the innermost of those that cut the dim: else nothing is known along the others.
+    """
     rest = [a for a in axes_of([x.dims[dim]]) if a != axis]
     if not rest:
         return replace(x, dims=_with(x, dim, whole(length)))
@@ -92,7 +95,7 @@ def _gathered(x: Type, dim: int, axis: str, length: int) -> Type:
 
 
 def _cut(x: Type, axis: str, dim: int, blocks: Any, here: int) -> Type:
-    """`x` with a dim that an axis cuts innermost, of which `here` rows remain; with blocks each of them is cut."""
+    """`x` with a dim that an axis cuts innermost, so that `here` rows remain; each block is cut by itself."""
     before = x.dims[dim]
     if is_free(before):
         return replace(x, dims=_with(x, dim, ((here, FREE),)))

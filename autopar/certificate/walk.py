@@ -272,7 +272,7 @@ class _Walk:
         return self.found._known[key]
 
     def _view(self, target: Any, call: Call, op: str) -> Type:
-        """Type of a view; one in doubt that undoes an earlier view of the same op gets that view's operand type."""
+        """Type of a view; a doubtful one that undoes an earlier view of its op gets that view's operand type."""
         x = call.args[0]
         leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # what is cut or repeated
         made: Type = self._typed(target, call, tuple(self.interface.wholes.get(op, ())) if leaves_doubt else ())

@@ -77,7 +77,7 @@ class _Cut:
             node.kwargs = fx.map_arg(node.kwargs, lambda a: zeros.get(a, a))
 
     def _after_message(self, node: fx.Node, message: fx.Node) -> None:
-        """Renumber a node that reads a bucket which has lost tensors: a later step of it, or one of its tensors."""
+        """Renumber a node that reads a bucket after tensors left it: a later step, or one of its tensors."""
         places = self.places[message]
         if node.target is not operator.getitem:  # the message on its way
             self.places[node] = places
@@ -88,7 +88,7 @@ class _Cut:
 
 
 def _without_parts(message: fx.Node, empty: Collection[fx.Node]) -> dict[int, int]:
-    """Remove the empty tensors from a bucket; returns the new place of each that is kept, by its old place."""
+    """Remove the empty tensors from a bucket; returns the new places of the kept ones by the old places."""
     parts, axis, *numbers = message.args
     kept = [k for k, part in enumerate(parts) if part not in empty]
 
@@ -100,7 +100,10 @@ def _without_parts(message: fx.Node, empty: Collection[fx.Node]) -> dict[int, in
 
 
 def _is_a_sum_of_two(node: fx.Node) -> bool:
-    """Whether the node adds two gradients of one shape and dtype, so that it equals the one where the other misses."""
+    """Whether the node is a sum of two gradients of the node's own shape and dtype.
+
+    Where one of the two is missing, the sum equals the other.
+    """
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
         return False
     values = [n.meta["val"] for n in (node, *node.all_input_nodes)]

@@ -58,7 +58,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def _recurrent_layer(*args: Any) -> tuple[Tensor | None, ...]:
-    """Run a layer of an LSTM on CPU with gradients on: only then does torch return what its backward reads."""
+    """Run an LSTM layer on CPU with gradients on, so that torch returns what its backward reads."""
     detached = [x.detach() if isinstance(x, Tensor) else x for x in args]
     with torch.enable_grad():
         made: tuple[Tensor | None, ...] = _LAYER(*detached)
@@ -66,7 +66,7 @@ def _recurrent_layer(*args: Any) -> tuple[Tensor | None, ...]:
 
 
 def keep_for_backward(graph: fx.Graph) -> None:
-    """Call recurrent layers with gradients on, so that they return the workspace that their backward reads.
+    """Call recurrent layers with gradients on, so that they return the workspace of their backward.
 
     before    y, h, c, space = aten.mkldnn_rnn_layer.default(x, ...)
     after     y, h, c, space = _recurrent_layer(x, ...)

@@ -73,7 +73,7 @@ def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[f
 
 
 def numbers_of(steps: Sequence[fx.Node]) -> list[list[object]]:
-    """Dims, sizes and blocks of several gathers or scatters, in three lists, as a bucket's collective takes them."""
+    """Lists of the dims, sizes and blocks of gathers or scatters, as a bucket's collective takes them."""
 
     def column(k: int) -> list[object]:
         return [n.args[k] if len(n.args) > k else () for n in steps]

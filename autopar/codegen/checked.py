@@ -30,7 +30,7 @@ _MOST_SHOWN = 6  # legal choices that a letter lists
 
 
 def check_plan(graph: Graph, plan: Plan) -> None:
-    """Raise `BadPlan` unless every decision is legal for the graph and the rest of the plan follows from them."""
+    """Raise `BadPlan` unless all decisions are legal for the graph and the rest follows from them."""
     if plan.digest != graph.digest:
         raise BadPlan(
             "the plan was made for another graph",
@@ -70,7 +70,7 @@ def check_plan(graph: Graph, plan: Plan) -> None:
 
 
 def _decides(plan: Plan, named: dict[str, Site]) -> None:
-    """Raise unless the plan decides for every site and for nothing else, each time by one of the site's choices."""
+    """Raise unless the plan takes a legal choice for every site, and decides nothing else."""
     if missing := [name for name in named if name not in plan.decisions]:
         raise BadPlan(
             f"the plan decides nothing for {missing[0]}",
@@ -104,7 +104,7 @@ def _decides(plan: Plan, named: dict[str, Site]) -> None:
 
 
 def _policies(plan: Plan, sites: tuple[Site, ...], uses: tuple[Use, ...]) -> None:
-    """Raise where a parameter is regathered, or reduced in every micro-batch, whose storage does not allow it.
+    """Raise where the plan regathers, or reduces per micro-batch, a parameter whose storage forbids it.
 
     A parameter with one cast is marked at the site of that cast.
     """
@@ -166,7 +166,7 @@ def _reduces(leaves: Sharding, arrives: Sharding) -> bool:
 
 
 def _says_the_same(plan: Plan, use: Use, conversion: Conversion, due: list[_Due], target: Site) -> None:
-    """Raise unless a conversion names the source and the shardings that the decisions of its two ends give."""
+    """Raise unless a conversion's source and shardings are those that the decisions at its ends give."""
     said = [conversion.value, *([conversion.gradient] if conversion.gradient is not None else [])]
     decided = [ends for _, ends, _ in due]
     if conversion.source != use.source or said != decided:

@@ -41,7 +41,7 @@ def mark_region(joint: JointGraph, program: LocalProgram) -> None:
 
 
 def _region_of(program: LocalProgram) -> frozenset[str]:
-    """Names of the nodes of a local program that run once per chunk: those between a `chunk` and an `added_up`."""
+    """Names of a local program's nodes that run once per chunk: those between `chunk` and `added_up`."""
     found: set[fx.Node] = set()
     for node in program.fx.nodes:
         if node.target is chunk or (node.target is not added_up and not found.isdisjoint(node.all_input_nodes)):
@@ -101,7 +101,7 @@ class _Region:
         return _Region(total, list(forward), list(backward), seeds[0] if seeds else None, chunks.pop())
 
     def write_out(self, joint: JointGraph) -> None:
-        """Insert the copies of all chunks before the sum, and replace the sum and the region's gradients by totals."""
+        """Insert a copy of the region per chunk before the sum, and replace sum and gradients by totals."""
         graph, inside = joint.graph, {*self.forward, *self.backward}
         reading = [n for n in self.backward if n.target is not SEED]  # a seed's operand arrives behind the sum
         _move_before(self.total, (a for n in reading for a in n.all_input_nodes if a not in inside))
@@ -155,7 +155,10 @@ class _Region:
         made.meta["val"] = before.meta["val"]
 
     def _whole(self, graph: fx.Graph, end: fx.Node) -> fx.Node:
-        """The gradient `end` over all chunks, for an arriving gradient of 1: the total, or the rows concatenated."""
+        """The gradient `end` over all chunks: the total, or the rows concatenated.
+
+        The gradient that arrives at the sum is taken to be 1.
+        """
         if end.target is UNCHUNK:
             return _side_by_side(graph, end, self.rows[end])
         value = self.sums[end]

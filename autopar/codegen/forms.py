@@ -40,7 +40,7 @@ class OpOnDevice:
 
 
 def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function that computes `node` on this device and its arguments, with whole shapes replaced by local ones."""
+    """The function that computes `node` on this device, and arguments with local shapes for whole ones."""
     op, call, here = node.target, call_of(node), at.place(node)
     if info(node).in_time[0]:
         call, here = _among_all_turns(node, call, here)
@@ -58,7 +58,7 @@ def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Calla
 
 
 def _among_all_turns(node: fx.Node, call: OpCall, here: OpOnDevice) -> tuple[OpCall, OpOnDevice]:
-    """The call of a random op on the rows of all turns, and this device on a mesh with time as its first axis.
+    """A random op's call on the rows of all turns, and this device on a mesh whose first axis is time.
 
     By these the op draws, for the rows of one turn, the numbers that it would draw for them in the whole batch.
     """

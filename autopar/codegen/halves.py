@@ -38,12 +38,12 @@ class Joint:
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Text of every collective in order, on which all ranks must agree: sizes of uneven parts are left out."""
+        """Text of all collectives in order, on which ranks must agree; sizes of uneven parts are left out."""
         return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
 
 
 def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Recomputed = NOTHING) -> Joint:
-    """Split the joint graph: forward holds what the outputs need, backward the rest; what crosses is saved.
+    """Split the joint graph: forward makes the outputs, backward the gradients, and what crosses is saved.
 
     Two kinds of values do not cross, and are made again in backward: what collectives, casts, copies and views alone
     make of a regathered parameter, and the results of the `recomputed` ops of the local program. Copies count because
@@ -109,7 +109,7 @@ def _calls(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _for_accumulation(
     joint: JointGraph, inputs: Sequence[fx.Node]
 ) -> tuple[fx.Graph, fx.Graph, tuple[int, ...], tuple[int, ...]]:
-    """Split backward for micro-batches: a graph up to the gradients that accumulate, and one that reduces them.
+    """Split backward for micro-batches: one graph makes gradients to add up, the other reduces the sums.
 
     Returns both graphs, the places of the accumulated gradients among all, and which operand of the second graph each
     of those is.
@@ -140,11 +140,12 @@ def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Nod
 
 
 def _recomputed(joint: JointGraph, ops: Collection[str], forward: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of recomputed ops and conversions, and all views of them: a saved view would keep its base in memory.
+    """The nodes of recomputed ops and conversions, and all views of these nodes.
 
-    Outputs are not recomputed, as they are in memory anyway, and neither are the collectives inside an op: only those
-    of conversions are repeated. The set is the same on every rank, whatever the sizes of parts: a copy that only some
-    ranks need goes with its source, unless the op is nothing but that copy.
+    A saved view would keep its base in memory. Outputs are not recomputed, as they are in memory anyway, and neither
+    are the collectives inside an op: only those of conversions are repeated. The set is the same on every rank,
+    whatever the sizes of parts: a copy that only some ranks need goes with its source, unless the op is nothing but
+    that copy.
     """
     found: set[fx.Node] = set()
     if not ops:

@@ -56,7 +56,10 @@ def _only_shows(node: fx.Node) -> bool:
 
 
 def _the_same(node: fx.Node) -> fx.Node | None:
-    """The value that a view equals; None where it equals none. A sum of kept dims is first rewritten to drop them."""
+    """The value that a view equals, or None.
+
+    A sum that keeps its dims is first rewritten to drop them.
+    """
     before = node.args[0]
     if not isinstance(before, fx.Node):
         return None

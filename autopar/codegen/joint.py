@@ -117,7 +117,7 @@ def regrouped(program: LocalProgram) -> frozenset[str]:
 def _schedule(
     halves: Joint, reads: Mapping[str, Read], recomputed: Recomputed, regrouped: frozenset[str] = frozenset()
 ) -> None:
-    """Move the collectives of each half so that they run beside compute; `reads` is by the names of primals."""
+    """Move each half's collectives to run beside compute; `reads` is by the names of primals."""
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
     kept = {name: read.window for name, read in stay.items()}
     back: dict[str, Any] = {"is_backward": True, "kept": kept, "recomputed": recomputed, "regrouped": regrouped}

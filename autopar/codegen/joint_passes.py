@@ -128,7 +128,7 @@ def drop_noise(joint: JointGraph) -> None:
 
 
 def join_sums_of_numbers(joint: JointGraph) -> None:
-    """Put all-reduces of scalars in one message where none needs the result of another: a loss and its count, say.
+    """Put all-reduces of scalars, such as a loss and its count, in one message where none needs another.
 
     before    a = all_reduce(s, "dp");  b = all_reduce(n, "dp");  c = div(a, b)
     after     t = all_reduce_bucket([s, n], "dp");  c = div(t[0], t[1])
@@ -159,7 +159,7 @@ def _first_reader(ways: Sequence[Sequence[fx.Node]]) -> fx.Node:
 
 
 def mark_what_waits(joint: JointGraph) -> None:
-    """Return beside each parameter's gradient its value before the first reduction, which micro-batches add up.
+    """Return with each parameter's gradient its unreduced value, which micro-batches add up.
 
     before    h = to(g, f32);  a = all_reduce(h, "dp");  return loss, a
     after     h = to(g, f32);  a = all_reduce(h, "dp");  return loss, a, h
@@ -231,7 +231,7 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
 
 
 def _behind_reductions(joint: JointGraph, gradients: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The last reduction of each gradient that nothing else reads, with the steps between it and the gradient."""
+    """The last reduction of each gradient that nothing else reads, with the steps from it to the gradient."""
     left = [_since_reduction(g) for g in gradients if set(g.users) == {joint.graph.output_node()}]
     return {reduction: steps for reduction, *steps in filter(None, left)}
 
@@ -242,7 +242,7 @@ def _closing(made: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> dict[fx.N
 
 
 def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
-    """The last reduction that leads to a gradient and the steps behind it, in order; empty where there is no reduction.
+    """The last reduction that leads to a gradient and the steps behind it, in order; empty without one.
 
     All steps belong to the parameter's own conversion: a reduction inside an op is not delayed for a bucket.
     """
@@ -268,7 +268,7 @@ def _ways_alike(way: Sequence[fx.Node]) -> tuple[Any, ...]:
 
 
 def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: fx.Node) -> fx.Node:
-    """Replace several chains of reductions by buckets, placed after `last`; returns the last node of the buckets."""
+    """Replace chains of reductions by buckets placed after `last`; returns the last node of the buckets."""
     if len(ways) < 2:
         return last
     parts: list[Any] = [way[0].args[0] for way in ways]
@@ -304,7 +304,7 @@ def own_gradients(joint: JointGraph) -> None:
 
 
 def turn_queries(joint: JointGraph) -> None:
-    """Copy queries of attention on CPU into the order rows, positions, heads, where the result is copied into it.
+    """Copy CPU attention's queries into the order rows, positions, heads where its result is copied so.
 
     The result takes the memory layout of the queries. Queries that come by a conversion have heads before positions, so
     that the result would be copied when it is transposed, and be in memory twice.

@@ -59,7 +59,10 @@ class LocalProgram:
 
 
 def _recorded(node: fx.Node) -> tuple[Any, ...]:
-    """Properties of a node that its backward depends on beside its call: chunks, and which results have gradients."""
+    """A node's chunks, and which of its results have gradients: its backward depends on both.
+
+    The backward also depends on the node's call, which is not among these properties.
+    """
     if "info" not in node.meta:
         return ()
     about = info(node)

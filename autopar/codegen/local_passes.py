@@ -72,7 +72,7 @@ def _saves_alike(program: LocalProgram, found: Found) -> bool:
 
 
 def groups_left_out(graph: Graph, plan: Plan) -> frozenset[str]:
-    """Names of the results of op groups that kernels could fuse in the graph, but that the plan keeps apart."""
+    """Names of the results of op groups that kernels could fuse in the graph but the plan keeps apart."""
     program = local_program(graph, plan, (0,) * len(plan.mesh.shape))
     alike = functools.partial(_saves_alike, program)
     stand = {info(found.result).key for _, found, _ in groups(program.fx.nodes, plan.kernels, alike)}

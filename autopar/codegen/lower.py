@@ -48,7 +48,7 @@ class Lowered:
         return self.joint.collectives + (self.ending.joint.collectives if self.ending else ())
 
     def certified(self) -> Certificate:
-        """Certificate that the program leads from stored shardings to those due for its results; raises where not."""
+        """Certificate that the program leads from stored shardings to those due for results; raises if not."""
         ending = None if self.ending is None else (self.ending.joint, self.ending.program.outputs)
         programs = [self.program] if self.ending is None else [self.program, self.ending.program]
         return certify(self.joint, _interface(self.graph, self.plan, programs, self.rows), ending)
@@ -127,7 +127,7 @@ def _lowered(
 
 
 def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: OwnRows) -> Interface:
-    """All that the certificate is told: the shardings at the program's ends, and the whole shapes around each op."""
+    """All that the certificate is told: shardings at the program's ends, and whole shapes around each op."""
     program = programs[0]
     of_rows = sharding_of_rows(rows.axes, plan.mesh) if rows.inputs else None
     inputs = [of_rows if name in rows.inputs else None for name in graph.inputs]
@@ -149,7 +149,10 @@ def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows:
 
 
 def _whole_shapes(program: LocalProgram) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """For each op its name and the whole shapes of what it reads and gives; parameters beside values are left out."""
+    """Each op's name, with the whole shapes of its operands and results.
+
+    Parameters are left out where the op also reads values.
+    """
     stored: set[fx.Node] = set()  # parameters, and what conversions make of them
     for node in program.fx.nodes:
         if "info" not in node.meta:
@@ -162,7 +165,7 @@ def _whole_shapes(program: LocalProgram) -> Iterator[tuple[str, list[tuple[int, 
 
 
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
-    """The window and bucket in which forward first reads each parameter; parameters that no op reads are left out."""
+    """The window and bucket in which forward first reads each parameter, for parameters that ops read."""
     ops = [n for n in graph.nodes if info(n).kind == "op"]
     schedule, place = schedule_of(ops, window_bytes), {op: i for i, op in enumerate(ops)}
     found = {}

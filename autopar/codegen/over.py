@@ -41,7 +41,7 @@ def write_over(half: Half) -> None:
 
 
 def _reads_at_once(node: fx.Node) -> bool:
-    """Whether the node has read its operands by the time the next node runs; an asynchronous collective has not."""
+    """Whether the node has read its operands when the next one runs; an asynchronous collective has not."""
     return isinstance(node.target, OpOverload) or node.target is part_start
 
 

@@ -35,7 +35,7 @@ NO_ROWS = OwnRows()  # every rank passes whole inputs
 
 
 def rows_of(graph: Graph, plan: Plan) -> OwnRows:
-    """The axes by which the plan cuts rows of inputs, major first, and the names of the inputs that are cut so."""
+    """The axes by which the plan cuts rows of inputs, major first, and the names of these inputs."""
     axes: tuple[int, ...] = ()
     rows = None
     for name, node in graph.inputs.items():
@@ -105,7 +105,7 @@ def sharding_of_rows(axes: Sequence[int], mesh: DeviceMesh) -> Sharding:
 def least_and_most(
     shapes: Mapping[str, tuple[int, ...]], device: torch.device
 ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, tuple[int, ...]]]:
-    """The shapes of a call with every dim except the rows at its minimum, and at its maximum, over all ranks.
+    """The shapes of a call with each dim but the rows at its minimum, and at its maximum, over all ranks.
 
     Raises `Disagreement` where ranks pass inputs of other names, or of other numbers of dims.
     """
@@ -133,7 +133,10 @@ def _digest(value: object) -> int:
 
 
 def _refuse_counted_items(named: Mapping[str, Any]) -> None:
-    """Raise where Hugging Face's Trainer passes `num_items_in_batch`: it scales the loss by the number of ranks."""
+    """Raise if Hugging Face's Trainer passes `num_items_in_batch`.
+
+    The Trainer would then multiply the loss by the number of ranks.
+    """
     is_counted = any(n.endswith("['num_items_in_batch']") and value is not None for n, value in named.items())
     if is_counted and world_size() > 1:
         raise NotServed(
@@ -180,7 +183,7 @@ class Parts:
         return found
 
     def whole(self, named: Mapping[str, Any], structure: pytree.TreeSpec) -> tuple[dict[str, Any], frozenset[str]]:
-        """The inputs of the whole batch, as meta tensors made from this rank's, and the names of those that have rows.
+        """The whole batch's inputs as meta tensors, made from this rank's, and the names of those with rows.
 
         Raises a letter on every rank where the ranks' inputs do not fit together.
         """
@@ -229,7 +232,7 @@ class Parts:
         return mine.pop() if len(mine) == 1 else -1
 
     def _total(self, counts: Sequence[int]) -> int:
-        """Number of rows of the whole batch; raises `BadInput` where the ranks' rows are not the parts of one batch."""
+        """Number of rows of the whole batch; raises `BadInput` if the ranks' rows are no parts of one batch."""
         total = sum({self.index(r): n for r, n in enumerate(counts)}.values())
         due = [local_shape((total,), self.sharding, self.mesh, self.mesh.coordinate(r))[0] for r in range(len(counts))]
         if self.axes and (list(counts) != due or 0 in counts):

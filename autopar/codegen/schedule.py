@@ -142,7 +142,7 @@ def _read_nearest(several: Mapping[int, fx.Node], places: Mapping[str, int]) -> 
 
 
 def recompute_late(half: Half) -> None:
-    """Move recomputed nodes before the backward of the op that wants them first, or before an earlier reader.
+    """Move recomputed nodes before the first op's backward that wants them, or before an earlier reader.
 
     before    a = gelu(x);  b = gelu(y);  d = mm(g, w);  e = gelu_backward(d, y, b);  f = gelu_backward(e, x, a)
     after     d = mm(g, w);  b = gelu(y);  e = gelu_backward(d, y, b);  a = gelu(x);  f = gelu_backward(e, x, a)
@@ -194,7 +194,9 @@ def _sink(half: Half) -> None:
 
 
 def fetch_late(half: Half) -> None:
-    """Move nodes that are made of a parameter alone down to their first reader; recomputed ones stand there already.
+    """Move nodes made of a parameter alone down to their first reader.
+
+    Recomputed nodes stand there already.
 
     before    w = all_gather(p);  v = all_gather(q);  y = mm(x, w);  z = mm(y, v)
     after     w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
@@ -206,7 +208,7 @@ def fetch_late(half: Half) -> None:
 
 
 def gather_ahead(half: Half) -> None:
-    """Prefetch the parameters of a window in one message per axis and dtype, beside the compute of its neighbour.
+    """Prefetch a window's parameters, in one message per axis and dtype, beside its neighbour's compute.
 
     The neighbour is the window before it in forward, and the window after it in backward.
 
@@ -258,7 +260,7 @@ def _begins(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, fx.Node]:
 
 
 def _rounds(half: Half, made: Mapping[fx.Node, fx.Node]) -> tuple[dict[int, Gathers], dict[int, Gathers]]:
-    """The first gather of each parameter by window, and later gathers over other axes by their number in the chain.
+    """Each parameter's first gather by window, and gathers over further axes by their number in the chain.
 
     Gathers that the plan recomputes are left out: they stay one by one, where they are wanted.
     """
@@ -278,7 +280,7 @@ def _rounds(half: Half, made: Mapping[fx.Node, fx.Node]) -> tuple[dict[int, Gath
 
 
 def _move_before(place: fx.Node, nodes: list[fx.Node], made: Mapping[fx.Node, fx.Node]) -> None:
-    """Move the steps that lead from parameters to these nodes in front of `place`, where they stand behind it."""
+    """Move the steps from parameters to these nodes in front of `place`, where they stand behind it."""
     for node in nodes:
         for before in reversed(_before(node, made)):
             if place < before:
@@ -401,7 +403,7 @@ class _UnderWay:
 
 
 def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.Node] | None) -> fx.Node:
-    """Begin a reduction where it stands: of its one tensor, or of those tensors of a bucket that are `read`.
+    """Begin a reduction where it stands, of its one tensor or of the `read` tensors of its bucket.
 
     While micro-batches accumulate, only some gradients of a bucket may be read.
     """
@@ -421,7 +423,7 @@ def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
 
 
 def _is_done_alone(node: fx.Node, conversion: str | None = None) -> bool:
-    """Whether the node is a local step, cast, copy or view of one tensor, of `conversion` where one is given."""
+    """Whether the node is a local step, cast, copy or view of one tensor, of `conversion` if given."""
     is_of_it = conversion is None or node.meta.get(BACK) == conversion
     return hands_on(node) and node.target not in COLLECTIVES and is_of_it
 

@@ -103,7 +103,7 @@ def _lay_out(segments: Sequence[Segment], lies: dict[fx.Node, TensorForm], devic
 def _traces(
     segments: Sequence[Segment], lies: Mapping[fx.Node, TensorForm], arriving: dict[fx.Node, TensorForm], device: str
 ) -> list[Traced]:
-    """The trace of each segment; made from the last to the first, as each depends on the gradients that arrive.
+    """The trace of each segment, made last to first, as each depends on the gradients that arrive.
 
     `arriving` holds the layouts of the gradients of outputs, and is completed by those of all other values.
     """
@@ -142,7 +142,7 @@ class _Composition:
         self.places: list[dict[fx.Node, fx.Node]] = []  # of each segment: node of its trace -> its copy
 
     def placeholder(self, name: str, of: fx.Node | None, like: TensorForm) -> fx.Node:
-        """Add a placeholder of this layout; it stands for the value `of` of the local program where that is given."""
+        """Add a placeholder of this layout; `of`, if given, is the local program's value that it stands for."""
         made = self.graph.placeholder(name)
         made.meta["val"] = like.empty(self.device).detach()
         if of is not None:

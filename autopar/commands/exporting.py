@@ -99,7 +99,10 @@ class Told:
 
 
 def _is_within(module: str, around: Collection[str]) -> bool:
-    """Whether a module is, or lies in, one whose layers are cut: what stands between these layers is cut with them."""
+    """Whether a module is, or lies in, one of the modules `around`, whose layers are cut.
+
+    What stands between these layers is cut with them.
+    """
     return any(module == one or module.startswith(f"{one}.") for one in around if one)
 
 
@@ -121,7 +124,7 @@ def _kind(plan: Plan, axis: int) -> str:
 
 
 def _styles(plan: Plan, kinds: tuple[str, ...]) -> tuple[dict[str, str], frozenset[str]]:
-    """Styles of the modules whose weight is cut along the tensor axis as others know it; and which are tables."""
+    """Styles, by other libraries' names, of modules whose weight the tensor axis cuts; and the tables."""
     styles, tables = dict[str, str](), set[str]()
     axis = kinds.index("tensor") if "tensor" in kinds else -1
     for name, d in plan.decisions.items() if axis >= 0 else ():

@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "pulp", "networkx", "sympy", "numpy", "transformers", "tri
 
 
 def check(asked: argparse.Namespace) -> int:
-    """Print versions, solvers, backends and devices; returns 1 where something that planning needs is missing."""
+    """Print versions, solvers, backends and devices; returns 1 if something is missing for planning."""
     solvers = pulp.listSolvers(onlyAvailable=True)
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()]
     devices = [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []

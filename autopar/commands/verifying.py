@@ -99,7 +99,10 @@ def _step(model: nn.Module, batch: Any, forward: Any) -> _Found:
 
 
 def _alone(named: Named, plan: Plan, graph: Graph, batch: Any) -> _Found:
-    """Loss and gradients on one device: eager, or autopar's own program where random numbers are drawn by position."""
+    """Loss and gradients on one device: eager, or by autopar's own program for models with random ops.
+
+    Autopar's program draws random numbers by position.
+    """
     if any(info(node).random >= 0 for node in graph.nodes):
         return on_processes(1, _on_one, named, plan, batch)[0]
     torch.manual_seed(0)

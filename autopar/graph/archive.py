@@ -113,7 +113,7 @@ def _spec(spec: pytree.TreeSpec) -> str:
 
 
 def _read_spec(text: str) -> pytree.TreeSpec:
-    """The pytree structure that a text writes, of plain containers and of dataclasses that are already registered.
+    """The pytree structure in a text, of plain containers and dataclasses that are already registered.
 
     Torch's own reader would import the module that a defaultdict names.
     """

@@ -59,7 +59,7 @@ def repeated_blocks(graph: Graph) -> tuple[Repeat, ...]:
 
 
 def calls(graph: Graph) -> dict[fx.Node, int]:
-    """A number for each op node, equal for calls of one op with equal arguments on operands of equal types.
+    """A number per op node, equal for calls of one op with equal arguments on operands of equal types.
 
     What is found out about one of these calls holds for all.
     """
@@ -89,7 +89,10 @@ def _given(value: Any, met: dict[fx.Node, int]) -> Any:
 
 
 def _is_fan_out(node: fx.Node) -> bool:
-    """Whether a node is the identity through which a value with several uses passes; it is told by these uses."""
+    """Whether a node is the identity through which a value with several uses passes.
+
+    Such a node is told by these uses.
+    """
     return op_name(node) == "identity"
 
 

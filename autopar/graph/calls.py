@@ -71,7 +71,7 @@ def learn_dataclasses(value: Any) -> None:
 
 
 def without_caches(outputs: Any) -> tuple[Any, tuple[str, ...]]:
-    """The outputs with None in place of key-value caches, which serve generation, and a line of text for each."""
+    """The outputs with None for key-value caches, which serve generation, and a line about each cache."""
     dropped: list[str] = []
 
     def is_cache(value: Any) -> bool:

@@ -113,7 +113,7 @@ class Graph:
         return {info(n).key: n for n in self.nodes if info(n).kind == "input"}
 
     def copies_of_input(self, node: fx.Node) -> int:
-        """How many times an input or buffer is held, in units of what its node takes.
+        """The number of copies held of an input or buffer, in units of what its node takes.
 
         All micro-batches of an input are held while they pass in turns. Where the graph also reads the whole batch, it
         is counted at the node that does, and not here.
@@ -131,7 +131,7 @@ class Graph:
 
     @property
     def passed(self) -> list[str]:
-        """Names of the inputs that a caller passes; one that is read both by micro-batch and whole counts once."""
+        """Names of the inputs that a caller passes; one read both by micro-batch and whole counts once."""
         first: dict[Any, str] = {}
         for name, node in self.inputs.items():
             first.setdefault(node.target, name)
@@ -144,7 +144,7 @@ class Graph:
 
     @property
     def loss(self) -> int | None:
-        """The index of the scalar loss among the outputs: the one called "loss", or the only one with a gradient.
+        """The index of the loss among the outputs: the scalar called "loss", or the only one with a gradient.
 
         None where there is no such output.
         """
@@ -160,7 +160,7 @@ class Graph:
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """Indices of the outputs that gradients arrive at: the loss and `backward_from`, or all if there is no loss."""
+        """Indices of outputs at which gradients arrive: the loss and `backward_from`, or all without a loss."""
         types, loss = info(self.output).outputs, self.loss
         return tuple(
             i
@@ -284,7 +284,7 @@ class Replay(torch.nn.Module):
 
 
 def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
-    """The tensor under a dotted name: a parameter, a buffer, or an attribute of a module, maybe in a list or dict."""
+    """The tensor under a dotted name: a parameter, buffer or attribute, maybe in a list or dict."""
     at: Any = model
     for part in name.split("."):
         if isinstance(at, (list, tuple)):
@@ -370,6 +370,6 @@ def _stops_gradients(node: fx.Node) -> bool:
 
 
 def rows_of_batch(graph: Graph) -> int:
-    """The rows of the batch: the commonest first dim of the inputs, the first of equally common ones; 1 without any."""
+    """The rows of the batch: the commonest first dim of the inputs, the earliest on a tie; 1 without any."""
     first = Counter(type_of(n).shape[0] for n in graph.inputs.values() if type_of(n).shape)
     return first.most_common(1)[0][0] if first else 1

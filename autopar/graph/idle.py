@@ -25,7 +25,7 @@ class IdleHook:
     given: Any  # its arguments beside the module: forms in the place of tensors
 
     def run(self, model: nn.Module, own: tuple[Any, Any]) -> None:
-        """Call the hook as its module would, on meta tensors; `own` are the pre-hooks and hooks of the whole model."""
+        """Call the hook as its module would, on meta tensors; `own` are the model's pre-hooks and hooks."""
         module = model.get_submodule(self.path)
         held = getattr(module, self.held_by) if self.path else own[HELD_BY.index(self.held_by)]
         given = pytree.tree_map(lambda leaf: leaf.empty("meta") if isinstance(leaf, TensorForm) else leaf, self.given)

@@ -21,7 +21,7 @@ def numbered(path: str) -> tuple[int, ...]:
 
 
 def block(path: str, depth: int = 0) -> str:
-    """The path up to its first numbered part, or to a later one by `depth`: `layers.0.blocks.1` at 1; or ""."""
+    """The path up to its numbered part `depth`, such as `layers.0.blocks.1` at 1; "" where it has none."""
     places = numbered(path)
     return _up_to(path, places[depth]) if depth < len(places) else ""
 
@@ -38,7 +38,7 @@ def folded(text: str) -> str:
 
 
 def around_number(name: str) -> tuple[str, int, str] | None:
-    """The text before the number of the outermost layer, that number, and the text behind it; None without one.
+    """The text before the outermost layer's number, the number, and the text behind it; None without one.
 
     Where no module is numbered, the number is that of the op among those of its module: 2 in `transformer/add.2`.
     """

@@ -164,7 +164,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """The result of one op node on the values in `env`; without a gradient where it was recorded under no_grad."""
+    """The result of an op node on the values in `env`; without a gradient if recorded under no_grad."""
     kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
     if isinstance(node.target, Op):
         result = node.target.run(kwargs)

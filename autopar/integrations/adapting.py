@@ -34,7 +34,7 @@ class Moves:
         self._to.update({id(old): (old, now[name]) for name, old in before.items()})
 
     def move(self, optimizer: Any) -> Any:
-        """Replace the parameters of an optimizer, which must not have made a step, by those of the parallel model."""
+        """Give an optimizer that has made no step the parameters of the parallel model."""
         if any(id(p) in self._to for p in optimizer.state):
             raise NotServed(
                 f"this {type(optimizer).__name__} has made steps before its model became parallel",

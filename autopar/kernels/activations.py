@@ -28,7 +28,7 @@ def gelu_tanh_by_ops(x: Tensor) -> Tensor:
 
 @jit
 def _normal(x):
-    """Distribution function and density of the normal distribution at x, by one exponential, to a relative 5e-6.
+    """Normal distribution function and density at x, by one exponential, to a relative error of 5e-6.
 
     The tail beyond |x| is that exponential times a polynomial in 1 / (1 + 0.31 |x|), fitted to relative errors: a
     difference from one would be inexact for small tails.

@@ -78,7 +78,7 @@ def step(
     scale: Tensor | None,
     rates: Rates,
 ) -> None:
-    """Update a shard, its states and its master copy in place; the gradient is first multiplied by `scale`."""
+    """Update a shard, its states and its master copy in place, by the gradient times `scale`."""
     tensors = [t for t in (parameter, average, squares, master) if t is not None]
     if backend.runs(parameter) and all(t.is_contiguous() for t in tensors) and parameter.numel():
         count, numbers = parameter.numel(), (rates.kept, rates.length, rates.root, *rates.betas, rates.eps)
@@ -96,7 +96,10 @@ def step(
 
 
 def _pieces(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """The same elements of all tensors, some at a time; whole tensors where they are few, or one is not contiguous."""
+    """The same elements of all tensors, a piece at a time.
+
+    Where tensors are small, or one is not contiguous, they come whole.
+    """
     if tensors[0].numel() <= _PIECE or not all(t.is_contiguous() for t in tensors):
         yield tensors
         return

@@ -53,7 +53,7 @@ def is_traced(device: str) -> bool:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """The tensor as rows of its last dim, each contiguous, and the stride between rows; half rows are not copied."""
+    """The tensor as contiguous rows of its last dim, and their stride; half rows are not copied."""
     columns = x.shape[-1]
     if x.stride(-1) == 1 and x.numel():
         with contextlib.suppress(RuntimeError):  # its rows are not evenly apart

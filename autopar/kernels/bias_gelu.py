@@ -167,7 +167,7 @@ def prepare(found: Found) -> None:
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Arguments of the call, or None unless a product with a trained bias precedes, which nothing else reads."""
+    """Arguments of the call; None unless a product with a trained bias precedes that nothing else reads."""
     product = product_of(found)
     bias = product.kwargs.get("bias") if called(product) == "linear" else None
     if not isinstance(bias, fx.Node) or not type_of(bias).requires_grad:

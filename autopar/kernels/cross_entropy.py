@@ -38,11 +38,11 @@ def as_float32_rows(x: Tensor) -> Tensor:
 @jit
 def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, of_all, IS_WHOLE: tl.constexpr,
                    SUMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One row per program, read once: its largest logit, and the logarithm of the sum of exponentials relative to it.
+    """Write each row's largest logit and the logarithm of its sum of exponentials relative to that.
 
-    They stay apart, as their sum would round. For a whole row they are written side by side, with its loss. For a part
-    of the columns, which starts at START, REST gets the logarithm, the target's logit and, where labels are smoothed,
-    the sum of all logits.
+    A program reads one row, once. The two numbers stay apart, as their sum would round. For a whole row they are
+    written side by side, with its loss. For a part of the columns, which starts at START, REST gets the logarithm, the
+    target's logit and, where labels are smoothed, the sum of all logits.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(T + row)
@@ -112,9 +112,10 @@ def gradient_of_rows(
     start: Tensor | None = None,
     over: bool = False,
 ) -> Tensor:
-    """The gradient of the logits in their dtype, by the kernel; `start` is the first class of a part of the classes.
+    """The gradient of the logits in their dtype, by the kernel.
 
-    With `over` it is written over the logits, which must be contiguous: a program only reads what it writes.
+    `start` is the first class of a part of the classes; None for all classes. With `over` the gradient is written over
+    the logits, which must be contiguous: a program only reads what it writes.
     """
     columns, rows = x.shape[-1], target.numel()
     dx = x if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -49,9 +49,9 @@ def shares_kernel(MOST, REST, TOP, OUT, rows, ROWS: tl.constexpr):
 
 @jit
 def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_all, classes, ROWS: tl.constexpr):
-    """This device's share of each row's loss; and behind all of these each row's log-sum-exp, which one device counts.
+    """Write this device's share of each row's loss and, behind all of these, each row's log-sum-exp.
 
-    A target that is no class gives NaN.
+    One device alone counts the log-sum-exp. A target that is no class gives NaN.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -73,7 +73,7 @@ def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_a
 
 @torch.library.custom_op("autopar::cross_entropy_rows", mutates_args=())
 def rows_of_part(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: bool) -> tuple[Tensor, Tensor]:
-    """For each row the largest logit here; and log-sum, target's logit and sum of logits here, as [rows, 3].
+    """For each row this device's largest logit; and log-sum, target's logit and sum of logits, [rows, 3].
 
     The log-sum is that of exponentials relative to the largest logit here. The target's logit is NaN where the target
     has no column here; the sum of logits is computed with `sums` only.
@@ -214,7 +214,10 @@ less_here.register_autograd(_gradients, setup_context=_remember)
 
 
 def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float, cuts: Cuts, classes: int) -> Tensor:
-    """The group by its kernels and two reductions, or by its ops where a program holds no custom ops: P(sum)."""
+    """The fused loss as P(sum), by its kernels and two reductions, or by its ops.
+
+    Ops compute it where a program holds no custom ops.
+    """
     if not backend.is_traced(x.device.type):
         return reference(x, target, ignored, smoothing, cuts, classes)
     axes, start = [axis for axis, _ in cuts], start_of(x, cuts) if cuts else target.new_zeros(())

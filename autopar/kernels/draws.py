@@ -57,7 +57,7 @@ def bits_of(KEY, COLUMN, FIRST, SECOND, THIRD, op, row, at, rows, columns, of_se
 def given_places(
     key: Tensor, op: int, shape: list[int], places: list[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """The first arguments of `bits_of`: pointers and the op's number; and its arguments about dims, by name."""
+    """The first arguments of `bits_of`, pointers and the op's number; and those about dims, by name."""
     *before, column = [p.contiguous() for p in places] or [key.reshape(1) * 0]
     sizes = list(shape[:-1])
     while len(before) > _MOST:

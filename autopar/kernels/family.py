@@ -48,7 +48,7 @@ def are_alike(nodes: Sequence[fx.Node]) -> bool:
 
 
 def summed(found: Found, arguments: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Arguments of a call on a sum, from those of a call on `x`; None unless both summands have its shape and dtype."""
+    """Arguments of a call on a sum, from those of a call on `x`; None unless all shapes and dtypes agree."""
     if arguments is None:
         return None
     operands = {"first": found["first"], "second": found["second"]}
@@ -67,7 +67,7 @@ def through(reference: Callable[..., Any], gradient: Any, *operands: Tensor) -> 
 def through_sum(
     reference: Callable[..., Tensor], beside: Tensor | None, gradient: Tensor, sum_: Tensor, *operands: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of the reference's operands where the first is a sum with a gradient `beside` from other readers."""
+    """Gradients of the reference's operands, the first a sum with gradient `beside` from other readers."""
     if beside is None:
         return through(reference, gradient, sum_, *operands)
     return through(lambda x, *rest: (x, reference(x, *rest)), (beside, gradient), sum_, *operands)

@@ -32,9 +32,10 @@ def reference(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 @jit
 def forward_kernel(G, U, Y, columns, g_row, u_row, KIND: tl.constexpr, IS_HALF: tl.constexpr,
                    BLOCK: tl.constexpr):  # fmt: skip
-    """A block of a row per program; the activation is rounded before the product, as it is where it stands alone.
+    """Compute Y = activation(G) * U, a block of a row per program.
 
-    Rows may be further apart than their columns, as halves of one tensor are.
+    The activation is rounded before the product, as it is where it stands alone. Rows may be further apart than their
+    columns, as halves of one tensor are.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

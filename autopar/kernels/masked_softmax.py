@@ -46,9 +46,10 @@ def _tanh(x):
 def forward_kernel(X, MASK, Y, columns, heads, queries, of_batch, of_head, of_query, of_key, scale, cap,
                    SCALES: tl.constexpr, CAPS: tl.constexpr, MASKS: tl.constexpr, ROWS: tl.constexpr,
                    BLOCK: tl.constexpr):  # fmt: skip
-    """Some queries of a head per program; programs of all heads follow each other, as their masks are often the same.
+    """Compute the masked softmax of some queries of one head per program.
 
-    The mask is then cached; it is read by its strides. Scores are rounded after each step, as they are by ops.
+    Programs of all heads follow each other, as their masks are often the same. The mask is then cached; it is read by
+    its strides. Scores are rounded after each step, as they are by ops.
     """
     at = tl.arange(0, BLOCK)[None, :]
     head = tl.program_id(0) % heads
@@ -190,7 +191,7 @@ def masked_softmax(
 
 
 def _arguments(found: Found) -> Mapping[str, Any] | None:
-    """Arguments of the call, or None unless a program can hold a row of the last dim and the mask has no gradient."""
+    """Arguments of the call; None unless a row of the last dim fits a program and the mask is untrained."""
     x, mask, bound = found["x"], found.bound.get("mask"), found.bound
     about, given = type_of(x), [n for n in (x, mask) if n is not None]
     dtype = type_of(found.result).dtype

@@ -43,7 +43,10 @@ def keep(device: str, gains: Mapping[str, float]) -> Path:
 
 
 def taken(asked: bool | tuple[str, ...], whose: str, compiled: bool) -> tuple[str, ...]:
-    """Families that replace ops on devices with kernels of kind `whose`: those named in `asked`, or the faster ones."""
+    """Families of kernels that replace ops: those in `asked`, or if True those measured to be faster.
+
+    `whose` is the kind of the device's kernels.
+    """
     if asked is True:
         return faster(compiled) if whose == "cuda" else ()
     return asked or ()

@@ -35,7 +35,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 
 @torch.library.custom_op("autopar::rms_norm", mutates_args=())
 def normalised(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
-    """Custom op: the RMS norm over the last dim; with `rounds` it is rounded to the dtype of `x` before the weight."""
+    """Custom op: the RMS norm over the last dim, with `rounds` rounded to x's dtype before the weight."""
     if not backend.runs(x):
         return reference(x, weight, eps, rounds).contiguous()
     return normalised_rows(x, None, weight, None, eps, rounds)[1]
@@ -79,7 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
 
 
 def arguments(found: Found) -> Mapping[str, Any] | None:
-    """Arguments of the call, or None unless it normalises the last dim, and rounds to the input's dtype if at all."""
+    """Arguments of the call; None unless it normalises the last dim and rounds only to the input's dtype."""
     x, weight, eps = found["x"], found["weight"], found["EPS"]
     variant = found.pattern.variant
     if not type_of(x).shape:

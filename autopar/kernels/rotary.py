@@ -67,7 +67,7 @@ def kernel(X, Y, K, L, C, S, places, c_batch, c_place,
            k_heads, k_batch, k_head, k_place, l_batch, l_head, l_place, parts,
            HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, IS_BACK: tl.constexpr,
            IS_PAIR: tl.constexpr):  # fmt: skip
-    """Some heads of one position per program: first those of X in `parts` programs, then those of K where IS_PAIR."""
+    """Turn some heads of one position per program: X in `parts` programs, then K in others where IS_PAIR."""
     row = tl.program_id(0).to(tl.int64)
     place, batch = row % places, row // places
     part = tl.program_id(1)

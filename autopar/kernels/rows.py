@@ -224,7 +224,10 @@ def weights_kernel(
 
 
 def held(columns: int) -> dict[str, Any]:
-    """The tile of rows of so many columns that a program of forward holds, and its warps: one for short rows."""
+    """The tile that a program of forward holds of rows of so many columns, and its number of warps.
+
+    Short rows take one warp.
+    """
     block = _block(columns)
     rows = max(1, 1024 // block)
     warps = 1 if block <= 1024 else block // 512
@@ -253,7 +256,10 @@ def held_backward(columns: int, dtype: torch.dtype, means: bool, adds: bool, sha
 
 
 def most_columns(dtype: torch.dtype, means: bool) -> int:
-    """The longest row that backward holds: half as long in single precision, and with a mean, which takes more sums."""
+    """The longest row, in columns, that backward holds.
+
+    It is half as long in single precision, and with a mean, which takes more sums.
+    """
     return MOST_COLUMNS if dtype.itemsize == 2 and not means else MOST_COLUMNS // 2
 
 
@@ -264,7 +270,7 @@ def _block(columns: int) -> int:
 def normalised_rows(
     x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rounds: bool
 ) -> tuple[Tensor, Tensor]:
-    """The sum of `x` and `added`, or `x` where that is None; and its norm: layer norm with a bias, else RMS norm."""
+    """The sum of `x` and `added`, if given, and its norm: layer norm with a bias, else RMS norm."""
     columns = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sum_ = x if added is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -143,7 +143,7 @@ def _over(seconds: float, taken: float) -> float:
 
 
 def measure(names: Sequence[str], device: str, small: bool = False, quick: bool = False) -> Iterator[Row]:
-    """Yield a row for each family, dtype and shape; with `quick` only the first shape, and without torch.compile."""
+    """Yield a row per family, dtype and shape; `quick` takes one shape only, and skips torch.compile."""
     large = 2**17 if small else 2**28 if quick else 2**32
     copied = large / _copy_s(large, device)
     for family in families(names):

@@ -56,7 +56,7 @@ def _refuse_part(tensor: DTensor) -> None:
 
 
 def watch_parts(model: nn.Module, are_watched: bool = True) -> None:
-    """Let submodules that have parameters refuse to be called by themselves; `are_watched=False` ends that."""
+    """Let submodules with parameters refuse to be called by themselves; `are_watched=False` ends that."""
     for path, part in model.named_modules():
         compiled = vars(part).get("_compiled_call_impl")  # a user's own stays
         is_ours = compiled is None or getattr(compiled, "func", None) is _call_part

@@ -190,7 +190,7 @@ def _set_item(self: DTensor, index: Any, value: Any) -> None:
 
 
 def _set_data(tensor: DTensor, value: Any, theirs: Callable[[Any], None]) -> None:
-    """Write to `tensor.data` in place: torch would rebind it, and the program would still read the old part."""
+    """Write to `tensor.data` in place; rebinding it, as torch does, would leave the program the old part."""
     alike = isinstance(value, Tensor) and _kind(value) == _kind(tensor)
     if not is_ours(tensor) or not alike:
         theirs(value)
@@ -247,7 +247,7 @@ def _hand_on(tensor: DTensor) -> None:
 
 
 def _may_write(tensor: DTensor) -> bool:
-    """Whether the tensor may be written in place; raises where eager raises too, or where gradients would be lost."""
+    """Whether the tensor may be written in place; raises where eager does or gradients would be lost."""
     root = tensor
     while (piece := _piece_of(root)) is not None:
         root = piece.base

@@ -180,7 +180,7 @@ class Attributes:
         self._watch({place: self._plain_keys(place) for place in places.values()})
 
     def _plain_keys(self, place: Place) -> list[str]:
-        """Names of the attributes of a module, or of settings, that are neither torch's own nor settings themselves."""
+        """Names of a module's or settings' attributes that are neither torch's own nor settings themselves."""
         return [k for k, v in self._held(place).items() if k not in _OF_MODULES and not _are_settings(k, v)]
 
     def _watch(self, keys: Mapping[Place, list[str]]) -> None:

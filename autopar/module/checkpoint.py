@@ -44,7 +44,7 @@ def is_cut_by_blocks(tensor: DTensor) -> bool:
 
 
 def rectangles(tensor: DTensor) -> list[Rectangle]:
-    """The rectangles of the whole tensor that this rank holds: offsets, sizes, and slices of the local part."""
+    """The whole tensor's rectangles on this rank: offsets, sizes, and slices of the local part."""
     mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     # for each dim the ranges that this rank holds, in order
     runs: list[list[tuple[int, int]]] = [[(0, size)] for size in tensor.shape]
@@ -120,7 +120,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of one device, on the CPU of rank 0, gathered one tensor at a time; empty on other ranks."""
+    """The single-device state dict, on rank 0's CPU and empty elsewhere, gathered a tensor at a time."""
     first, found, known = torch.distributed.get_rank() == 0, dict[str, Tensor](), dict[int, Tensor]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in known:
@@ -173,7 +173,7 @@ class Weights:
         return self._files[path]
 
     def name_of(self, names: Iterable[str], prefix: str) -> str | None:
-        """The first of `names` that the file has, with or without the base model's prefix; None where it has none."""
+        """The first of `names` that the file has, with or without the base model's prefix, or None."""
         for name in names:
             candidates = [name]
             if prefix:
@@ -206,7 +206,10 @@ def read(
     places_of: Callable[[str, Tensor], list[Tensor]],
     keep: Callable[[str, Tensor, Tensor], None],
 ) -> set[int]:
-    """Call `keep(name, tensor, part)` with this rank's part of every parameter and saved buffer; returns their ids."""
+    """Call `keep(name, tensor, part)` with this rank's part of every parameter and saved buffer.
+
+    The ids of these tensors are returned.
+    """
     weights, prefix = Weights(path), str(getattr(model, "base_model_prefix", "") or "")
     saved = set(model.state_dict(keep_vars=True))
     names: dict[int, tuple[Tensor, list[str]]] = {}

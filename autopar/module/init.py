@@ -48,7 +48,7 @@ def is_on_meta(model: nn.Module, given: Collection[int] = ()) -> bool:
 
 
 def places_of(model: nn.Module, given: Collection[int] = ()) -> dict[int, tuple[str, Tensor, list[Place]]]:
-    """Every parameter and buffer on meta, once, by id: its first name, itself, and all places where it hangs."""
+    """Each parameter and buffer on meta, once, by id: first name, tensor, and all places where it hangs."""
     found: dict[int, tuple[str, Tensor, list[Place]]] = {}
     for path, module in model.named_modules():
         for held in (module._parameters, module._buffers):
@@ -151,7 +151,7 @@ def initialise_by_position(
     keep: Callable[[str, Tensor, Tensor], None],
     given: Collection[int] = (),
 ) -> None:
-    """Run the recipes on meta, and apply their ops to this rank's part of each tensor; draws depend on positions.
+    """Run the recipes on meta, and apply their ops to this rank's parts, with draws by position.
 
     `part_of(name, on_meta)` gives the places of each dim that belong to this rank.
     """
@@ -308,7 +308,7 @@ class _ByPosition(TorchDispatchMode):
             function(part, *args[1:], **kwargs)
 
     def _drawn(self, i: int, base: Any, given: dict[str, Any]) -> Tensor:
-        """This rank's part of the next draw for a tensor: a function of seed, name, number of the draw, positions."""
+        """This rank's part of a tensor's next draw, by seed, name, number of the draw and positions."""
         name, tensor = self.names[i]
         number = self.draws[i] = self.draws.get(i, -1) + 1
         key = torch.tensor(key_of(self.seed, _number_of(name)))
@@ -332,7 +332,7 @@ def _is_one_row(tensor: Tensor, written: Tensor) -> bool:
 
 
 def _known_values(tensor: Tensor, base: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The values that a recipe copies into a whole buffer, which every rank has computed alike; None for all else.
+    """The values that a recipe copies into a whole buffer, equal on all ranks; None for all else.
 
     Parameters are left out, as their values may have been drawn, differently on each rank.
     """

@@ -39,7 +39,7 @@ Leaves = dict[str, Any]  # those of a call, by name
 def padded(
     state: ModelState, padding: Padding, model: nn.Module, leaves: list[Any], structure: Any
 ) -> tuple[list[Any], Bucket | None]:
-    """The leaves of a call padded to the next multiple, with its bucket, which is None where nothing is padded."""
+    """A call's leaves padded to the next multiple, and its bucket, which is None if nothing is padded."""
     caller, name = state.caller, state.original.__name__
     named = dict(zip(caller.names(structure), leaves, strict=True))
     shapes = shapes_of(named)
@@ -66,7 +66,7 @@ def padded(
 
 
 def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, bucket: Bucket) -> Kind:
-    """Run a call unpadded and padded, forward and backward, without dropout; raise where the results differ."""
+    """Run a call unpadded and padded, forward and backward, without dropout; raise if results differ."""
     names, waiting = list(named), Waiting(model, state.setup.storage)
     with torch.inference_mode(False), torch.enable_grad():
         short = _trial(state, model, filled(named, bucket.here, {}), structure, waiting)

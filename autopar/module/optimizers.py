@@ -45,7 +45,7 @@ def _look_before_steps() -> None:
 
 
 def take_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Cut states that are whole where their parameter is cut, as those from a checkpoint of one device are."""
+    """Cut whole states of cut parameters, such as those from a checkpoint of one device."""
     if getattr(optimizer, "_autopar_seen", None) is optimizer.state:  # states are loaded as a new dictionary
         return
     for parameter, states in optimizer.state.items():
@@ -96,7 +96,7 @@ def _is_cut(parameter: DTensor) -> bool:
 
 
 def _can_be_flattened(parameter: DTensor) -> bool:
-    """Whether every rank's part is one run of elements in the flattened parameter: no strided or uneven shard."""
+    """Whether each rank's part is one run of the flattened parameter: no strided or uneven shard."""
     sizes = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, StridedShard):

@@ -28,7 +28,7 @@ from autopar.sharding.placement import part
 def outputs_of_rows(
     trace: Callable[[Any], Graph], graph: Graph, meta_inputs: Any, cut: Collection[str]
 ) -> Mapping[str, bool]:
-    """For each output by name, whether its first dim is the rows of the batch, so that it grows with the batch.
+    """Whether each output, by name, has the rows of the batch as its first dim, and grows with them.
 
     The model is traced on one row more, as sizes alone do not tell: a weight or a mean over rows may be as long as a
     batch.

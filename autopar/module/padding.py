@@ -110,7 +110,7 @@ class Padding:
         return Bucket(here, shapes, longer, frozenset(moved), key, self.known.get(key, Kind({}, ())))
 
     def _beside_given(self, name: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Pairs of each size of an input with its size in meta_inputs, or with -1 where the number of dims differs."""
+        """Each size of an input with its size in meta_inputs, or -1 where the number of dims differs."""
         given = self.given.get(name, ())
         return list(zip(shape, given if len(given) == len(shape) else (-1,) * len(shape), strict=True))
 
@@ -132,7 +132,7 @@ def filled(named: Mapping[str, Any], shapes: Shapes, fills: Mapping[str, float])
 
 
 def cut_back(graph: Graph, outputs: Sequence[Any], cuts: Sequence[Follows], shapes: Shapes) -> list[Any]:
-    """The outputs of a graph with padding cut off; `cuts` of outputs that the graph does not keep are skipped."""
+    """A graph's outputs with padding cut off; `cuts` of outputs that it does not keep are skipped."""
     found = dict(zip(graph.output_names, outputs, strict=True))
     for cut in cuts:
         if cut.output in found:
@@ -141,9 +141,9 @@ def cut_back(graph: Graph, outputs: Sequence[Any], cuts: Sequence[Follows], shap
 
 
 def fills_of(graph: Graph, names: Mapping[str, str]) -> dict[str, float]:
-    """The ignored index for each input that is a target of a cross entropy and no embedding reads; 0 pads all others.
+    """The ignored index for each input that is a cross entropy's target and that no embedding reads.
 
-    `names` maps the graph's names of inputs to those of the call.
+    All other inputs are padded with 0. `names` maps the graph's names of inputs to those of the call.
     """
     found = {}
     ops = [n for n in graph.nodes if n.op == "call_function"]

@@ -65,7 +65,7 @@ class ParallelModule(nn.Module):
 
     @property
     def input_specs(self) -> dict[str, str]:
-        """For each input "global", or with inputs="local" the sharding in which ranks pass it, such as "S(0)@dp"."""
+        """The sharding in which ranks pass each input, such as "S(0)@dp" with inputs="local", or "global"."""
         parts, (_, with_rows) = self._autopar.parts, self._autopar.first.rows
         found = {}
         for name in self.graph.passed:

@@ -43,7 +43,7 @@ def parallelise(
     how: How,
     read: Reads | None,
 ) -> nn.Module:
-    """Make `model` parallel in place: its class gains `ParallelModule`, its parameters become local shards."""
+    """Make `model` parallel in place: its class gains `ParallelModule`, parameters become local shards."""
     _check_names(model)
     is_cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")

@@ -33,7 +33,7 @@ class _Readers:
         self.users: dict[type, int] = {}  # threads that need those of a class
 
     def watches(self, held: Any) -> str:
-        """How this thread watches an object: as "module", as "settings", or "" where it does not."""
+        """The way this thread watches an object: as "module", as "settings", or "" for not at all."""
         reader = self.of_thread.get(threading.get_ident())
         place = None if reader is None else reader.places.get(id(held))
         if place is None:

@@ -25,7 +25,7 @@ log = logging.getLogger("autopar")
 def lower_again(
     state: ModelState, model: nn.Module, situation: Situation, grad: bool, call: Call, cut: Collection[str]
 ) -> SituatedProgram:
-    """A program for a new situation, in which ranks pass rows of the inputs `cut`; parameters keep their storage."""
+    """A program for a new situation, where ranks pass rows of inputs `cut`; parameters keep their storage."""
     start, before, name = time.perf_counter(), state.programs[-1], state.original.__name__
     known = next((p for p in state.programs if state.fits(p, situation) and _serves(state, p, grad)), None)
     if known is not None:  # the same graph, the other half

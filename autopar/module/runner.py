@@ -224,7 +224,7 @@ class Runner:
             all_ranks_hold("outputs that gradients arrive at", arrived)
 
     def refuse_nan(self, found: Sequence[Tensor | None]) -> None:
-        """Raise detect_anomaly's error with the names of parameters whose gradients are NaN; other ranks are told."""
+        """Raise detect_anomaly's error, naming parameters whose gradients are NaN; other ranks are told."""
         bad = []
         for i, gradient in zip(self.joint.gradients, found, strict=True):
             if gradient is not None and gradient.is_floating_point() and gradient.isnan().any():
@@ -248,7 +248,7 @@ class Runner:
         return found if waits else self._with_others(found)
 
     def _held(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
-        """Gradients where those of parameters are added to what waits, and come out reduced unless it `waits` on."""
+        """The gradients; those of parameters are added to waiting ones, and are reduced unless `waits`."""
         return self._waited(list(self.halves.half("hold", arrived)(given)), waits)
 
     def _waited(self, found: list[Tensor | None], waits: bool) -> list[Tensor | None]:

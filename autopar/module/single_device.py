@@ -141,7 +141,7 @@ def _sampled(model: nn.Module, number: int) -> str | None:
 
 
 def _few_rows(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> _Rows | None:
-    """The first rows of a call on rank 0, of a number that divides those of every rank; None where there are none."""
+    """The first rows of rank 0's call, of a number that divides every rank's rows; None without any."""
     state = model._own
     leaves, structure = state.caller.arguments(args, kwargs)
     has_rows = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
@@ -163,13 +163,16 @@ def _few_rows(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _drawn(graph: Graph) -> str:
-    """Text about the first op that draws random numbers, which differ for repeated rows; empty where none does."""
+    """Text about the first op that draws random numbers, which differ for repeated rows; or empty."""
     drawing = next((node for node in graph.nodes if info(node).random >= 0), None)
     return "" if drawing is None else f"{op_name(drawing)} draws random numbers, at {info(drawing).source}"
 
 
 def _may_index(rows: _Rows) -> str:
-    """Text about an input that may hold row indices, or empty: on a GPU an index out of range ends the process."""
+    """Text about an input on a GPU that may hold row indices, or empty.
+
+    An index out of range would end the process.
+    """
     for leaf, has in zip(rows.leaves, rows.has_rows, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.dim() and not has and not leaf.is_floating_point():
             return f"an input of {list(leaf.shape)} whole numbers may hold places of rows"
@@ -177,7 +180,10 @@ def _may_index(rows: _Rows) -> str:
 
 
 def _lacks_memory(model: nn.Module) -> str:
-    """Why this rank cannot hold the whole model, and a copy in a wider dtype, beside its part; empty where it can."""
+    """The reason why this rank cannot hold the whole model beside its part, or empty where it can.
+
+    A copy of the whole model in a wider dtype must fit too.
+    """
     device = next(model.parameters()).device
     held = [t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())]
     if device.type == "cuda":
@@ -199,7 +205,7 @@ def _memory_of_host() -> float:
 
 
 def _gradient(outputs: Sequence[Any], few: int, parameter: Tensor) -> Tensor:
-    """Gradient of the mean over rows of a sum of outputs in which each element of a row has its own weight."""
+    """Gradient of the mean over rows of a weighted sum of outputs, with a weight per element of a row."""
     total: Any = 0.0
     for output in outputs:
         full = output.full_tensor() if isinstance(output, DTensor) else output
@@ -312,7 +318,7 @@ class _Plain:
 
 
 def _judged(plain: _Plain, bytes_of_dtype: int) -> tuple[Tensor, _Said]:
-    """Gradient on the rows, whether it is that of a mean or of a sum over rows, and how much of it rounding may be."""
+    """The gradient on the rows, whether it is of a mean or a sum over rows, and its share of rounding."""
     rows, right, factor = plain.rows, plain.gradient(1), 1.0
     twice = plain.gradient(2) if rows.of_all > rows.few else None
     other = plain.gradient(1, torch.float64 if bytes_of_dtype == 4 else torch.float32)
@@ -344,7 +350,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _apart_on_all(state: ModelState, name: str, mine: Tensor, right: Tensor) -> tuple[float, ...]:
-    """For each rank, the norm of its part's difference from rank 0's gradient, as a share of the part's own norm.
+    """For each rank, the norm of its part's difference from rank 0's gradient over the part's own norm.
 
     A part that is nearly zero is compared with its share of the whole gradient's norm.
     """

@@ -125,7 +125,7 @@ class ModelState:
         return f"with other {differs} than before" if differs else f"{'with' if grad else 'without'} gradients"
 
     def fits(self, program: SituatedProgram, situation: Situation) -> bool:
-        """Whether a program was made for this situation, or one that differs only in attributes that were not read."""
+        """Whether a program was made for this situation, or one that differs only in unread attributes."""
         return program.situation == situation or (
             program.situation.but_for(situation.said) == situation
             and self.caller.attributes.same_but(program.sight.seen, program.sight.unread)
@@ -190,7 +190,7 @@ class ModelState:
             watch_parts(model)
 
     def of_copy(self, model: nn.Module) -> ModelState:
-        """State of a copy of the model: the same programs, but its own modes, waiting gradients and random numbers."""
+        """State of a model's copy: the same programs, but its own modes, waiting gradients and random numbers."""
         with self.as_before(model):
             made = ModelState(model, self.first, self.setup, self.replan)
             made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)

@@ -97,9 +97,10 @@ def _in_order(tensor: Tensor) -> Tensor:
 
 
 def _as_traced(gradient: Tensor, form: TensorForm) -> Tensor:
-    """A gradient that has arrived, as backward was traced on it; a copy where it lies otherwise, as that of a sum does.
+    """An arrived gradient in the layout that backward was traced on; copied where it lies otherwise.
 
-    It is a DTensor where a loss that is whole was added to one: to a penalty on parameters, say.
+    The gradient of a sum, say, lies otherwise. A gradient arrives as a DTensor where a loss that is whole was added to
+    one: to a penalty on parameters, say.
     """
     if isinstance(gradient, DTensor):
         gradient = gradient.full_tensor()

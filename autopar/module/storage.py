@@ -82,7 +82,10 @@ class Storage:
 def dtensor_of(
     local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> DTensor:
-    """The DTensor that has this local part; torch's placements cut one dim by several axes in mesh order only."""
+    """The DTensor that has this local part.
+
+    Torch's placements cut one dim by several axes in mesh order only.
+    """
     assert sharding.order == tuple(range(len(sharding.placements))), sharding
     for axes in sharding.cuts.values():
         assert len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes), sharding

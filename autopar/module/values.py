@@ -27,7 +27,10 @@ class Source:
 def store(
     model: nn.Module, shardings: dict[str, Sharding], mesh: Any, device: torch.device, source: Source
 ) -> dict[str, Storage]:
-    """Replace every parameter by its shard, ties kept, and every buffer by a whole copy; returns storages by name."""
+    """Replace every parameter by its shard and every buffer by a whole copy; returns storages by name.
+
+    Tied parameters stay tied.
+    """
     made = _Made(model, shardings, mesh, device)
     given = set() if source.weights is None else read(model, source.weights, made.places_of, made.keep_part)
     if is_on_meta(model, given):

@@ -192,7 +192,7 @@ def _minorities(sums: Sequence[int], copies: Sequence[Sequence[int]]) -> Iterato
 
 
 def _difference(mine: Tensor, odd: int, other: int) -> str:
-    """Text about how many elements of two copies differ and by how much, made by rank `odd` and told to all."""
+    """Text, made on rank `odd` and told to all, about how many elements of two copies differ, by how much."""
     box: list[Any] = [mine.cpu() if dist.get_rank() == other else None]
     dist.broadcast_object_list(box, other)
     said: list[Any] = [None]

@@ -19,7 +19,10 @@ from autopar.sharding.notation import Rule
 
 
 def attention(arguments: Mapping[str, Any]) -> Rule:
-    """Batch, heads and queries may be cut, keys stay whole; under a causal mask, cut queries need a local form."""
+    """The rule of attention: batch, heads and queries may be cut, keys stay whole.
+
+    Under a causal mask, cut queries need a local form.
+    """
     q = "q~" if arguments.get("is_causal") else "q"
     if arguments.get("enable_gqa") and arguments["query"].shape[-3] != arguments["key"].shape[-3]:
         mask = getattr(arguments.get("attn_mask"), "shape", (1, 1, 1))
@@ -29,7 +32,7 @@ def attention(arguments: Mapping[str, Any]) -> Rule:
 
 
 def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """Attention with dropout by position, written out, or causal attention of this device's queries; else None."""
+    """Attention written out, with dropout by position, or causal attention of local queries; else None."""
     lies, causal = here.lies(0), call.arguments.get("is_causal")
     rank = len(call.arguments["query"].shape)
     if call.random < 0:
@@ -92,12 +95,12 @@ def timed(arguments: Mapping[str, Any]) -> str:
 
 
 def work(call: OpCall) -> tuple[str, str]:
-    """With dropout, forward needs random bits beside the weights, and backward two gradients of the weights."""
+    """Formulas of temporary bytes with dropout: random bits in forward, two weight gradients in backward."""
     return ("pairs*(11 + itemsize)", "2*pairs*itemsize") if call.arguments.get("dropout_p", 0.0) else ("0", "0")
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
-    """Temporary bytes of the two calls of a part, forward and backward: on the keys before it, and on its own.
+    """Temporary bytes, forward and backward, of a part's two calls: on the keys before it and on its own.
 
     Forward merges their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries;
     gradients of keys and values have not been scattered yet, while the table counts them beside what is scattered of

@@ -13,11 +13,12 @@ WHOLE: set[str] = set()  # ops with a rule of a user's, by the names that graphs
 
 
 def rule(op: Any, text: str, linear: str = "") -> None:
-    """Say how `op` may be cut: `rule("mm", "m k, k n -> m n", linear="x, y")`; `docs/rules.md` has the grammar.
+    """Say how `op` may be cut, as in `rule("mm", "m k, k n -> m n", linear="x, y")`.
 
-    The op is a name of the vocabulary or one that a graph prints, a custom op's name (`"mylib::scan"`), or torch's
-    function itself. A mark is an obligation: what is cut behind a mask (`~`), reduced inside (`^`) or made here (`*`)
-    needs a local form of the op, which computes something else on a part than on the whole.
+    `docs/rules.md` has the grammar. The op is a name of the vocabulary or one that a graph prints, a custom op's name
+    (`"mylib::scan"`), or torch's function itself. A mark is an obligation: what is cut behind a mask (`~`), reduced
+    inside (`^`) or made here (`*`) needs a local form of the op, which computes something else on a part than on the
+    whole.
     """
     name, said = _name(op), parse(text, linear)
     check_marks(name, said)

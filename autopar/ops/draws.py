@@ -168,7 +168,10 @@ def _bounds(*bounds: Any, low: int = 0, high: int | None = None, **how: Any) -> 
 
 @translates(torch.normal)
 def normal_of_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """Read calls torch.normal(mean, std, size) of two numbers; with a tensor among them it has an entry of its own."""
+    """Read calls torch.normal(mean, std, size) of two numbers; None where one of them is a tensor.
+
+    A call with a tensor has an entry of its own.
+    """
     if any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
         return None
     mean, std = (args[i] if len(args) > i else kwargs[n] for i, n in enumerate(("mean", "std")))

@@ -68,7 +68,7 @@ class Op:
         return self.name
 
     def operands(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """The operands that rules speak of, in order: tensors, numbers in a tensor's place, None for absent ones."""
+        """The operands that rules speak of, in order: tensors, numbers in their place, None if absent."""
         if self.signature is None:
             leaves = pytree.tree_leaves(list(arguments.values()))
             return [leaf for leaf in leaves if isinstance(leaf, (fx.Node, Tensor))]
@@ -76,7 +76,7 @@ class Op:
         return [leaf for value in found for leaf in (value if isinstance(value, (list, tuple)) else [value])]
 
     def local(self, annotation: Any) -> str | None:
-        """Name of the argument that is the output's shape (`SHAPE`) or sizes (`SIZES`); None where there is none."""
+        """Name of the argument that is the output's shape (`SHAPE`) or sizes (`SIZES`), or None."""
         parameters = self.signature.parameters.items() if self.signature else ()
         return next((n for n, p in parameters if p.annotation is annotation), None)
 
@@ -138,7 +138,10 @@ class Line:
 
     @staticmethod
     def of(text: str, **extra: str) -> Line:
-        """Parse a line: `Line.of("input:weight weight:input", cpu="8*rows")` keeps each for the other's gradient."""
+        """Parse a line, such as `Line.of("input:weight weight:input", cpu="8*rows")`.
+
+        This line keeps each of two operands for the other's gradient.
+        """
         pairs = [piece.partition(":")[::2] for piece in text.split()]
         return Line(tuple(pairs), tuple(extra.items()))
 
@@ -206,7 +209,10 @@ Spelled = Callable[..., Any] | tuple[Callable[..., Any], str]
 def op(
     name: str, call: Callable[..., Any], signature: str, *spellings: Spelled, writes: str = "", **facts: Any
 ) -> None:
-    """Add an op with its spellings; one with a signature of its own is a pair, and its names are those of the op."""
+    """Add an op with its spellings; a spelling with a signature of its own is a pair.
+
+    The names in such a signature are those of the op.
+    """
     OPS[name] = Op(name, call, read_signature(signature))
     spell(name, (call, signature), *(s if isinstance(s, tuple) else (s, signature) for s in spellings))
     describe(name, **facts)
@@ -261,7 +267,7 @@ def describe(
 
 
 def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[Tensor, ...]]:
-    """An op that writes to some of its arguments, made pure: it returns their new values beside its result."""
+    """The pure form of an op that writes to some arguments; it returns their new values and its result."""
 
     def pure(**arguments: Any) -> tuple[Tensor, ...]:
         fresh = {n: arguments[n].detach().clone() for n in written}

@@ -69,7 +69,10 @@ def lookup(
 def functional(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Op | None, dict[str, Any]]:
-    """The pure form of a call that writes to its first argument; its op is None where `source` is the new value."""
+    """The pure form of a call that writes to its first argument.
+
+    The op is None where `source` is the new value.
+    """
     name = getattr(function, "__name__", "")
     if isinstance(function, OpOverload):
         name = function._schema.name.split("::")[1]
@@ -223,7 +226,7 @@ def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
 def by_own_name(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Op, dict[str, Any]]:
-    """The op of a call that no entry covers: it has the function's own name, distinct from those of entries."""
+    """The op of a call that no entry covers, under the function's own name, distinct from entries' names."""
     name = own_name(function)
     if name in OPS:
         name += "'"

@@ -68,7 +68,10 @@ def ctc_loss(arguments: Mapping[str, Any]) -> Rule:
 
 
 def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """A sum over rows of log-probabilities by class; without its reduction rows may be cut. None for a mean."""
+    """The rule of log-probabilities by class, summed over rows or kept by row; None for a mean.
+
+    Rows may be cut; a sum over cut rows is a P(sum).
+    """
     reduction = arguments.get("reduction", "mean")
     if (
         reduction == "mean"

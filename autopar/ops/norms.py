@@ -35,9 +35,10 @@ def group_norm(arguments: Mapping[str, Any]) -> Rule:
 
 
 def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
-    """Batch, channels and positions may be cut in training: the local form sums statistics over the whole batch.
+    """The rule of batch norm: batch, channels and positions may be cut.
 
-    With running statistics it is a scale of each channel, and positions and batch are cut without a local form.
+    In training the local form sums statistics over the whole batch. With running statistics batch norm is a scale of
+    each channel, and positions and batch are cut without a local form.
     """
     training = arguments.get("training", False)
     rank, mark = len(arguments["input"].shape), "^" if training else ""

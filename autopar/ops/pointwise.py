@@ -44,7 +44,7 @@ def to(input: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def identity(input: Tensor) -> Tensor:
-    """The value itself: a node that stands behind a value with several consumers, so that one conversion serves all."""
+    """The value itself, as a node that lets one conversion serve all consumers of the value."""
     return input
 
 
@@ -72,7 +72,7 @@ def prelu(arguments: Mapping[str, Any]) -> Rule:
 
 
 def numbered(name: str) -> dict[str, Any]:
-    """Facts of arithmetic: a number as other operand is timed apart, a broadcast operand's gradient is summed."""
+    """Facts of arithmetic: a number operand is timed apart, a broadcast operand's gradient is summed."""
 
     def timed(arguments: Mapping[str, Any]) -> str:
         return f"{name} number" if isinstance(arguments.get("other"), (int, float)) else name
@@ -81,7 +81,7 @@ def numbered(name: str) -> dict[str, Any]:
 
 
 def work_of_product(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
-    """Temporary bytes of a product's backward: the gradient of an operand that is broadcast, before it is summed."""
+    """Temporary bytes of a product, forward and backward: a broadcast operand's gradient before its sum."""
     types = [given for given in call.arguments.values() if hasattr(given, "requires_grad")]
     made = math.prod(torch.broadcast_shapes(*held))
     is_summed = any(t.requires_grad and math.prod(shape) < made for t, shape in zip(types, held, strict=True))

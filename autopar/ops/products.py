@@ -122,14 +122,14 @@ def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
 
 
 def _convolved(given: Any, weight: Any) -> tuple[str, str, str, str]:
-    """The batch dim, or "" where there is none, and the positions of a convolution's input, weight and output."""
+    """A convolution's batch dim, or "" without one, and the positions of its input, weight and output."""
     spatial = len(weight.shape) - 2
     here, kernel, there = (" ".join(whole_dims(x, spatial)) for x in "skt")
     return "n" if len(given.shape) == spatial + 2 else "", here, kernel, there
 
 
 def grouped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The local form of an op by groups of channels: the op with fewer groups, where these are cut; else None."""
+    """The local form of an op by groups of channels: fewer groups where they are cut; else None."""
     name = "groups" if "groups" in call.arguments else "num_groups"
     groups = call.arguments.get(name, 1)
     given = call.arguments["input"].shape

@@ -125,7 +125,7 @@ def diff(arguments: Mapping[str, Any]) -> Rule:
 
 
 def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The local form of a reduction whose reduced dim is cut: partial results, reduced over devices; else None."""
+    """The local form of a reduction over a cut dim: partial results, reduced over devices; else None."""
     lies, gone = here.lies(0), dims_of(call.arguments)
     axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d in gone for a in order]
     if not axes:

@@ -37,7 +37,10 @@ def same_dims(letters: list[str], whole: set[int], linear: str = "") -> Rule:
 
 
 def reduced(arguments: Mapping[str, Any], mark: str, default: int | None = None) -> Rule:
-    """The rule of a reduction, with a mark on reduced dims: all where the call names none and `default` is None."""
+    """The rule of a reduction, with a mark on reduced dims.
+
+    All dims are reduced where the call names none and `default` is None.
+    """
     letters, gone = letters_of(arguments["input"]), dims_of(arguments, default)
     left = " ".join(f"{a}{mark}" if i in gone else a for i, a in enumerate(letters))
     kept = [i for i in range(len(letters)) if i not in gone or arguments.get("keepdim")]

@@ -55,7 +55,10 @@ def index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = Fa
 
 
 def embedding(arguments: Mapping[str, Any]) -> Rule | None:
-    """The vocabulary may be cut behind a mask; scaling gradients by token counts needs it, and all tokens, whole."""
+    """The rule of an embedding, whose vocabulary may be cut behind a mask; None with `max_norm`.
+
+    Scaling gradients by token counts needs the vocabulary, and all tokens, whole.
+    """
     if arguments.get("max_norm") is not None:
         return None
     if arguments.get("scale_grad_by_freq"):
@@ -240,7 +243,7 @@ def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def _where_sizes_agree(agree: Sequence[bool], prefix: str) -> list[str]:
-    """Letters of a tensor's dims: a common one where all tensors agree in size, else its own, which stays whole."""
+    """Letters of a tensor's dims: a common one where all tensors agree in size, else its own, kept whole."""
     return [f"a{i}" if same else f"{prefix}{i}!" for i, same in enumerate(agree)]
 
 
@@ -339,7 +342,10 @@ def isin(arguments: Mapping[str, Any]) -> Rule | None:
 
 
 def embedding_bag(arguments: Mapping[str, Any]) -> Rule | None:
-    """Features may be cut, and bags that are rows; the table stays whole, and so do tokens in bags by offsets."""
+    """The rule of an embedding bag: features may be cut, and bags that are rows; None with `max_norm`.
+
+    The table stays whole, and so do tokens in bags by offsets.
+    """
     if arguments.get("max_norm") is not None:  # it writes to the table
         return None
     is_rows = len(arguments["input"].shape) == 2

@@ -97,7 +97,7 @@ def _parameters(plan: Plan) -> list[list[Any]]:
 
 
 def _places(plan: Plan, groups: list[list[str]], is_here: bool) -> list[dict[str, Any]]:
-    """Places that decide alike, in the order of the step, with name, count, op, choice, seconds and explanation."""
+    """Places that decide alike, in the step's order, with name, count, op, choice, seconds and more."""
     arriving: dict[str, list[float]] = {}
     for c in plan.conversions:
         arriving.setdefault(c.target, []).append(c.seconds)

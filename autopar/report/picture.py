@@ -26,7 +26,7 @@ def cuts(plan: Plan, name: str) -> list[str]:
 
 
 def drawn(plan: Plan, groups: list[list[str]]) -> dict[str, list[Any]]:
-    """Nodes and lines of the graph: the groups first, in the order of the page's table, then inputs and outputs.
+    """Nodes and lines of the graph: groups in the order of the page's table, then inputs and outputs.
 
     A line has its source and target, how the value lies, its shape, conversions and their seconds, and whether it goes
     back to an earlier node, which is a later layer of the same kind.

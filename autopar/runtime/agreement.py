@@ -71,7 +71,7 @@ def wait_at_most(seconds: float) -> None:
 
 
 def begin_call() -> None:
-    """Note that this rank calls a parallel model; raises the letter of an agreement that has failed for good."""
+    """Note that this rank calls a parallel model; raises the letter of an agreement that failed for good."""
     here = _standing()
     _HERE.is_patient = here is not None and dist.get_backend() == "gloo"  # with NCCL it is a GPU that waits
     if here is not None:
@@ -134,7 +134,7 @@ def wait_for(work: Any) -> None:
 
 
 def _look(here: Standing) -> None:
-    """Raise where another rank asks for an agreement that this rank has passed by, or where a verdict is out."""
+    """Raise if another rank asks for an agreement that this rank has passed by, or if a verdict is out."""
     store, k = here.store, here.agreements
     if store.check([_key(k, "verdict")]):
         differ, is_final = json.loads(store.get(_key(k, "verdict")))

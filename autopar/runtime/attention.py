@@ -37,7 +37,7 @@ def causal_attention_part(
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
-    """The dims of the result before rows and width: those of all three, broadcast, with the heads of the queries."""
+    """The result's dims before rows and width: those of all three, broadcast, with the queries' heads."""
     if not grouped:
         return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))))
     return (*torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value))), query.shape[-3])
@@ -156,7 +156,7 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """The tensors padded with zeros to one width, on a GPU a multiple of 8, with elements of a row side by side.
+    """The tensors padded with zeros to one width, on a GPU a multiple of 8, with contiguous rows.
 
     Kernels need this. Zeros add nothing to a score, and give columns of the result that are cut off again.
     """
@@ -180,7 +180,7 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _reaching(parts: Sequence[Tensor], rows: int) -> Tensor:
-    """Concatenate gradients of consecutive ranges of keys from the first key, with zeros for the keys behind them."""
+    """Concatenate gradients of ranges of keys from the first key on, with zeros for the keys behind them."""
     missing = rows - sum(p.shape[-2] for p in parts)
     zeros = [parts[0].new_zeros(*parts[0].shape[:-2], missing, parts[0].shape[-1])] if missing else []
     return _joined([*parts, *zeros])

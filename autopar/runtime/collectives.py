@@ -252,7 +252,7 @@ def lodge(x: Tensor, axis: Axis) -> Tensor:
 
 
 def part_start(like: Tensor, axis: Axis, size: int, on_host: bool = False) -> Any:
-    """Start of this rank's part of a dim, as a tensor on the device of `like`, or as a number where `on_host`."""
+    """Start of this rank's part of a dim: a tensor on the device of `like`, or a number if `on_host`."""
     step = -(-size // axis.size)
     start = step * axis.index if size % axis.size == 0 else part(size, axis.size, axis.index)[0]
     return start if on_host else torch.full((), start, dtype=torch.int64, device=like.device)
@@ -318,7 +318,7 @@ BEGIN: dict[str, Callable[..., Pending]] = {
     "autopar::convert", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )  # so tagged, it is never computed while tracing, though its operand is a constant
 def convert(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "") -> Tensor:
-    """Change the sharding by `forward` steps, with `backward` steps for the gradient; `shape` is that of the result.
+    """Change the sharding by `forward` steps, and the gradient's by `backward`; `shape` is the result's.
 
     With a `dtype` it is also a cast, before the steps in forward and in backward.
     """

@@ -61,7 +61,10 @@ def naming_the_lost(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_the_lacking(where: str) -> Iterator[None]:
-    """Turn NotImplementedError in the block into a letter: a dtype that `precision=` chose may lack an op, say."""
+    """Turn NotImplementedError in the block into a letter.
+
+    A dtype that `precision=` chose may lack an op, say.
+    """
     try:
         yield
     except NotImplementedError as e:

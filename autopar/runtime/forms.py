@@ -335,7 +335,7 @@ def normal_by_position(
 
 
 def _of_no_slope(drawn: Tensor, *operands: Any) -> Tensor:
-    """The draws with zero gradients for the parameters of their distribution, as in torch, instead of none."""
+    """The draws, with zero gradients instead of none for their distribution's parameters, as in torch."""
     for operand in operands:
         if isinstance(operand, Tensor) and operand.requires_grad:
             drawn = torch.where(torch.zeros((), dtype=torch.bool, device=drawn.device), operand, drawn)

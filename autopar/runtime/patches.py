@@ -351,7 +351,7 @@ class Notes(Protocol):
     """Notes which attributes of which objects this thread reads."""
 
     def watches(self, held: Any) -> str:
-        """How this thread watches an object: as "module", as "settings", or "" where its reads are not noted."""
+        """The way this thread watches an object: "module", "settings", or "" if its reads are not noted."""
 
     def note(self, held: Any, key: str) -> None: ...
 
@@ -395,7 +395,7 @@ def note_reads(cls: type, keys: Iterable[str], notes: Notes) -> list[Patch]:
 
 
 def note_keys(cls: type, keys: Iterable[str], notes: Notes) -> list[Patch]:
-    """Put a noting descriptor in the place of each of these attributes of a class whose values stand in instances."""
+    """Put noting descriptors in the place of those `keys` of a class whose values stand in instances."""
     found = []
     for key in keys:
         if not hasattr(type(inspect.getattr_static(cls, key, None)), "__set__"):  # else its value is not there
@@ -541,7 +541,7 @@ def transformers_look_at_masks() -> contextlib.AbstractContextManager[None]:
 
 
 def transformers_cache_nothing() -> contextlib.AbstractContextManager[None]:
-    """Let transformers' method caches believe that torch.compile runs, so that they do not keep fake tensors.
+    """Let transformers' method caches believe that torch.compile runs, so that they keep no fake tensors.
 
     Private: `transformers.pytorch_utils.is_torchdynamo_compiling`, transformers 5.
     """

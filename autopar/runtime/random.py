@@ -62,7 +62,7 @@ def key_of(seed: int, step: int) -> int:
 
 
 def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
-    """Dropout mask of this device's part of a tensor: True for elements that are kept, with probability 1 - p."""
+    """Dropout mask of this device's part of a tensor: True for kept elements, with probability 1 - p."""
     if p >= 1.0:
         return torch.zeros(tuple(local), dtype=torch.bool, device=key.device)
     return kept_at(key, op, p, list(shape), places_of(key, cuts, local))

@@ -66,7 +66,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or a RuntimeError with its text where it cannot be pickled, as the other ranks wait for it."""
+    """The error, or a RuntimeError with its text where it cannot be pickled and sent to other ranks."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # of a class that lies in a function, say, or that takes other arguments

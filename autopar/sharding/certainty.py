@@ -26,7 +26,7 @@ ALIKE = {MEASURED: 0.05, REACHED: 0.04, PEAK: 0.31}  # median relative error: cl
 
 
 def spread(seconds: Mapping[str, float]) -> tuple[float, float]:
-    """The (least, most) ratio of measured to predicted time of a step with these predicted seconds by source."""
+    """The (least, most) ratio of a step's measured to predicted time, from predicted seconds by source."""
     total = sum(seconds.values())
     if not total:
         return 1.0, 1.0
@@ -36,7 +36,7 @@ def spread(seconds: Mapping[str, float]) -> tuple[float, float]:
 
 
 def resolution(seconds: Mapping[str, float]) -> float:
-    """The relative difference below which two predicted steps cannot be told apart; `seconds` are by source."""
+    """The relative difference from which on two predicted steps can be told apart; `seconds` by source."""
     total = sum(seconds.values())
     return sum(ALIKE[source] * s for source, s in seconds.items()) / total if total else 0.0
 

@@ -125,7 +125,7 @@ class Cluster:
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
     def slowest_of(self, devices: int) -> float:
-        """The expected time of the slowest of several devices, relative to that of one: all of them wait for it.
+        """The expected time of the slowest of several devices, for which all wait, relative to that of one.
 
         The expected maximum of normal variables with standard deviation `variation`, in Blom's approximation.
         """
@@ -140,14 +140,14 @@ class Cluster:
         return found[0] if found else None
 
     def curves_of(self, op: str, dtype: str) -> tuple[Timed, ...]:
-        """All measured curves of an op, scaled to what it takes within a step, by their second size; maybe none."""
+        """The measured curves of an op, by second size, scaled to what it takes within a step; maybe none."""
         return _by_name(self.timed, self.together).get((op, dtype), ())
 
     @staticmethod
     def of(given: Any) -> Cluster:
-        """The cluster that a caller means: a Cluster, a known name, the path of a JSON profile, or None: the default.
+        """The cluster that a caller means: a Cluster, a known name, the path of a JSON profile, or None.
 
-        "h100-8x4" names 4 nodes of 8 devices each.
+        None is the default cluster. "h100-8x4" names 4 nodes of 8 devices each.
         """
         if given is None:
             return Cluster.of(DEFAULT)

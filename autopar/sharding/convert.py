@@ -130,7 +130,7 @@ class ShapeConsistencyManager:
         self._paths: dict[tuple[_Tensor, Layout], dict[Layout, Path]] = {}
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
-        """The cheapest path from `source` to `target` for a tensor of this global shape; a letter if there is none."""
+        """The cheapest path from `source` to `target` for a tensor of this global shape; a letter if none."""
         start, end = Layout.of(shape, source, self.mesh), Layout.of(shape, target, self.mesh)
         found = None
         if start is not None and end is not None:
@@ -156,7 +156,7 @@ class ShapeConsistencyManager:
         return distances[np.ix_([*map(place, sources)], [*map(place, targets)])]
 
     def _distances(self, tensor: _Tensor) -> tuple[dict[Layout, int], np.ndarray]:
-        """The index of each layout of a tensor, and a matrix of seconds of the cheapest paths by these indices.
+        """The index of each layout of a tensor, and a matrix of the cheapest paths' seconds by these indices.
 
         A last row and column of inf stand for layouts that cannot be.
         """
@@ -198,7 +198,7 @@ class ShapeConsistencyManager:
         return found
 
     def _graph(self, tensor: _Tensor) -> nx.DiGraph:
-        """The graph of all layouts of a tensor, cuts by its blocks among them; edges are steps with their seconds."""
+        """The graph of a tensor's layouts, cuts by its blocks among them; edges are steps with their seconds."""
         if tensor not in self._graphs:
             self._graphs[tensor] = self._steps_of(*tensor)
         return self._graphs[tensor]

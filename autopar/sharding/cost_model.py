@@ -155,7 +155,7 @@ class CostModel:
 
     @functools.cached_property
     def knows_unaligned(self) -> bool:
-        """Whether products whose rows are no whole number of 16 bytes were measured, here or for the device class."""
+        """Whether products whose rows are no multiple of 16 bytes were measured, here or for the device class."""
         products = self.cluster.device.products
         is_in_file = products is not None and products.unaligned < 1
         return is_in_file or any(timed.op.endswith(UNALIGNED) for timed in self.cluster.timed)
@@ -207,7 +207,7 @@ class CostModel:
         return seconds(formula, **quantities) * self.slowest
 
     def _as_a_sum(self, kernel: Kernel) -> Timed | None:
-        """The measured curve of an elementwise sum, for a kernel that only reads and writes; None where it has none."""
+        """An elementwise sum's measured curve, for a kernel that only reads and writes, or None."""
         return None if kernel.is_product else self.cluster.times_of(SUM, _timed_dtype(kernel))
 
     def _formula(self, kernel: Kernel, way: str) -> tuple[str, dict[str, Any]]:
@@ -233,7 +233,7 @@ class CostModel:
         return "compute", {"flops": work, "rate": device.rate(kernel.dtype), **known}
 
     def told(self, kernel: Kernel, way: str) -> str:
-        """Text about the source of a kernel's seconds: its curve, or its formula with the first choice's numbers."""
+        """Text about the source of a kernel's seconds: a curve, or a formula with the first choice's numbers."""
         if kernel.pads:
             seconds_of, as_it_is = getattr(self, way), replace(kernel, pads=0)
             is_padded = seconds_of(kernel)[0] < seconds_of(as_it_is)[0]
@@ -308,5 +308,5 @@ def _moved(kernel: Kernel, way: str) -> np.ndarray:
 
 
 def _timed_dtype(kernel: Kernel) -> str:
-    """The dtype under which a kernel's curve is found: numbers that are not floating-point move like float32."""
+    """The dtype of a kernel's curve: the kernel's own, or float32 for numbers that are not floating-point."""
     return kernel.dtype if "float" in kernel.dtype else "float32"

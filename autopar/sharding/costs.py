@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
-    """What an optimizer's step moves, keeps and makes for the while, per byte of parameter on a device.
+    """Bytes moved, kept and temporarily made by an optimizer's step, per byte of parameter on a device.
 
     `optimizer` is a name of OPTIMIZERS, or the bytes of its states for each parameter: such a one reads and writes its
     states as AdamW does two of them, and makes one temporary tensor.
@@ -113,7 +113,7 @@ def measured_seconds(curve: Sequence[tuple[float, float]], amount: Any) -> Any:
 def measured_between(
     curves: Sequence[Sequence[tuple[float, float]]], sizes: Sequence[float], amount: Any, size: Any
 ) -> Any:
-    """Seconds for amounts on several curves, one for each of ascending second sizes, interpolated on log scales.
+    """Seconds for amounts, interpolated on log scales between curves of ascending second sizes.
 
     Outside of the measured sizes the nearest curve holds.
     """
@@ -128,7 +128,10 @@ def measured_between(
 
 
 def is_measured(levels: Sequence[tuple[int, Any]]) -> bool:
-    """Whether a collective was measured on these levels: then there is only one, and its times include packing."""
+    """Whether a collective was measured on these levels.
+
+    There is only one level then, and its times include packing.
+    """
     return bool(getattr(levels[0][1], "times", ()))
 
 
@@ -154,7 +157,7 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
 
 
 def _hops(kind: str, n: int, outside: int) -> int:
-    """Hops in a row over one level: around a ring, up and down a tree for all_reduce, or one for all_to_all."""
+    """Hops in a row over one level: around a ring, up and down a tree for all_reduce, 1 for all_to_all."""
     if kind == "all_to_all":
         return 1
     return 2 * math.ceil(math.log2(n)) if kind == "all_reduce" else (n - 1) * outside

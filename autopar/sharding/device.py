@@ -104,7 +104,7 @@ def curve(points: Any) -> Curve:
 
 
 def on_curve(points: Curve, amount: Any) -> Any:
-    """Rates for amounts on a curve, linear in the log of the amount; beyond its ends those of the last points."""
+    """Rates for amounts on a curve, linear in the log of the amount, and constant beyond its end points."""
     x, y = np.array(points, float).T
     return np.interp(np.log(np.maximum(amount, 1e-300)), np.log(x), y)
 

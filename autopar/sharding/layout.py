@@ -86,7 +86,7 @@ class Row:
         return replace(self, digits=_tidy([(NOBODY if a == axis else a, n) for a, n in self.digits]))
 
     def met(self, axis: int, local: int) -> Blocks:
-        """The blocks that an axis cuts on a device, where the ungathered dim has `local` rows; () if it is one."""
+        """The blocks that an axis cuts on a device, where the ungathered dim has `local` rows; () for one."""
         if self.nested:
             return tuple(b * local // self.size for b in self.blocks)
         before = itertools.takewhile(lambda digit: digit[0] != axis, self.digits)
@@ -101,7 +101,7 @@ class Row:
         return size if self.nested else math.prod(n for a, n in self.digits if a == NOBODY)
 
     def _read(self, axis: int, n: int, blocks: int) -> Row | None:
-        """The row where the axis reads the most significant free digits behind those that count the blocks, or None."""
+        """The row in which the axis reads the major free digits behind those that count the blocks, or None."""
         digits, at, left = list(self.digits), 0, blocks
         while left > 1:
             if at == len(digits) or not _divide(digits, at, left):

@@ -156,7 +156,7 @@ class DeviceMesh:
 
 
 def default_axes(count: int) -> tuple[str, ...]:
-    """Names of axes that a caller gave none: "data" and "model", replicas outside of them; "devices" for one alone."""
+    """Default names of axes: "data" and "model", with replicas outside of them; "devices" for one alone."""
     if count < 2:
         return ("devices",)[:count]
     outer = [f"replica{k}" for k in range(count - 3, 0, -1)]

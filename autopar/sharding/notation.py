@@ -79,7 +79,7 @@ class Rule:
         return self.text + (f"   linear={self.linear}" if self.linear else "")
 
     def bind(self, operands: Sequence[Shape | None], outputs: Sequence[Shape]) -> Binding:
-        """Fit the rule to the shapes of one call. `None` is an operand that is absent; a number has the shape ()."""
+        """Fit the rule to one call's shapes; `None` is an absent operand, and a number has the shape ()."""
         if len(operands) != len(self.operands) or len(outputs) != len(self.outputs):
             raise BadRule(
                 f"the rule {self.text!r} has {len(self.operands)} operands and {len(self.outputs)} outputs",
@@ -125,7 +125,7 @@ class Rule:
         return tuple(found)
 
     def _sizes(self, pairs: list[tuple[Dim, int]]) -> dict[str, int]:
-        """The size of every factor, from dims of one factor, then from joined dims with at most one unknown factor."""
+        """The size of every factor: from dims of one factor, then from joined dims with one unknown factor."""
         sizes = dict(self.given)
         for d, n in pairs:
             if not d.joined and d.factor != ONE:

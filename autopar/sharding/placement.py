@@ -175,7 +175,7 @@ class Sharding:
         return self.text(tuple(str(a) for a in range(len(self.placements))))
 
     def text(self, axes: Sequence[str]) -> str:
-        """The sharding as `S(0)@dp, P(sum)@tp`; axes not named are `R`; on a mesh of one axis there is no `@axis`."""
+        """The sharding as `S(0)@dp, P(sum)@tp`, or as `S(0)` on a mesh of one axis; axes not named are `R`."""
         if len(axes) == 1:
             return repr(self.placements[0])
         return (

@@ -161,7 +161,7 @@ def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh)
 
 @functools.lru_cache(maxsize=1 << 14)
 def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> bool:
-    """Whether these axes, one inside the other, can cut factors of these sizes so that every part holds something."""
+    """Whether nested axes can cut factors of these sizes so that every part holds something."""
     parts = math.prod(n for _, _, n in cuts)
     if any(cut.even for cut, _, _ in cuts) and any(size % parts for size in wholes):
         return False
@@ -177,7 +177,7 @@ def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> b
 def storage_strategies(
     shape: Sequence[int], blocks: dict[int, set[tuple[int, ...]]] | None = None
 ) -> tuple[Strategy, ...]:
-    """The ways to store a tensor on one axis, its gradient and optimizer states with it: whole, or cut by a dim."""
+    """Ways to store a tensor, its gradient and optimizer states on one axis: whole, or cut by a dim."""
     cuts = [
         (d, Cut((f"dim{d}",), b, bool(b)))
         for d, n in enumerate(shape)

@@ -25,9 +25,10 @@ def temporaries(
     is_turned: bool = False,
     is_last_use: bool = False,
 ) -> int:
-    """The most elements that the steps hold on the fullest device at a time, beside the tensor itself and the result.
+    """The most elements that the steps hold at a time on the fullest device.
 
-    A tensor that is `turned` is not contiguous. With `is_last_use` it is freed after the first step.
+    The tensor itself and the result are not counted. A tensor that `is_turned` is not contiguous. With `is_last_use` it
+    is freed after the first step.
     """
     first = (0,) * len(mesh.shape)
     steps, _ = localise(path, shape, source, mesh, first)
@@ -42,7 +43,7 @@ def temporaries(
 
 
 def between(path: Sequence[Step], shape: Sequence[int], source: Sharding, mesh: DeviceMesh) -> int:
-    """Elements on the fullest device from which the last of several steps starts; 0 where there is only one."""
+    """Elements on the fullest device before the last of several steps; 0 where there is only one."""
     if len(path) < 2:
         return 0
     _, local = localise(path[:-1], shape, source, mesh, (0,) * len(mesh.shape))
@@ -60,7 +61,7 @@ def _lodge(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple
 
 
 def _all_gather(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """Count a contiguous copy to send, where one is needed; then what arrives, and the copies that put it in order."""
+    """Count a contiguous copy to send, if needed; then what arrives, and the copies that put it in order."""
     ((dim, size, blocks),) = step.dims
     length = -(-size // parts)
     after, padded = _with(local, dim, size), _with(local, dim, length)
@@ -79,7 +80,7 @@ def _put_in_order(after: _Shape, dim: int, arrives: int, padded: int, blocks: Se
 
 
 def _reduce_scatter(step: LocalStep, local: _Shape, parts: int, is_turned: bool) -> tuple[_Shape, int]:
-    """Count the parts in the order of their receivers, a copy to send where it is another one, and what arrives."""
+    """Count the parts in their receivers' order, a copy to send where it is another one, and what arrives."""
     ((dim, size, blocks),) = step.dims
     length = -(-size // parts)
     after, padded = _with(local, dim, length), _with(local, dim, length * parts)

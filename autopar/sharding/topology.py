@@ -100,7 +100,7 @@ def _sizes(distance: np.ndarray) -> tuple[int, ...]:
 
 
 def _opposite(a: tuple[int, ...], b: tuple[int, ...], distance: np.ndarray, level: int) -> tuple[int, ...]:
-    """The members of b in the order in which they stand opposite those of a, with the slowest pair fastest.
+    """The members of b, each opposite one of a, matched so that the slowest pair is as fast as possible.
 
     Only groups of single devices are matched: groups of groups keep their order.
     """
@@ -128,7 +128,7 @@ def _cliques(distance: np.ndarray, size: int) -> list[list[int]]:
 
 
 def _cover(near: np.ndarray, size: int) -> list[list[int]] | None:
-    """A partition into cliques of this size, by backtracking from the device with the fewest partners, or None."""
+    """A partition into cliques of this size, by backtracking from the least connected device, or None."""
     free = set(range(len(near)))
     chosen: list[list[int]] = []
 

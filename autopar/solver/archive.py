@@ -305,7 +305,7 @@ def _number(value: Any) -> float:
 
 
 def _optimizer(value: Any) -> str | float:
-    """An optimizer's name, or the bytes of its states for each parameter as the int or float that was given."""
+    """An optimizer's name, or the bytes of its states for each parameter, as int or float as given."""
     if isinstance(value, str):
         return value
     number = _number(value)

@@ -51,7 +51,7 @@ class AvailabilityPrices:
         self._line: Timeline | None = None  # it is held, so that its id stays its own
 
     def _kept(self, op: Passage, back: int) -> tuple[bool, ...]:
-        """Which operands of an op are kept, at the priced time, for its backward at time `back`."""
+        """Whether each operand of an op is kept, at the priced time, for its backward at time `back`."""
         pairs = zip(op.kept, op.first, strict=True)
         return tuple(kept and back - is_first >= self.time for kept, is_first in pairs)
 
@@ -100,7 +100,7 @@ class AvailabilityPrices:
         return self._flow
 
     def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:
-        """The flows of a cut by edge, (leaving, arriving): from an op to what it reads, and on to what made that."""
+        """A cut's flows by edge, (leaving, arriving): from an op to its operands, and on to their makers."""
         edges = len(self.space.edges)
         leaving, arriving = np.zeros(edges), np.zeros(edges)
         keepers: dict[int, int] = {}  # of each value the edges whose takers keep it

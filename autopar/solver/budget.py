@@ -217,7 +217,7 @@ class Budgeted:
         return point, least - sum(at.of_bytes.values()) * (budget if at.of_bytes else 0.0)
 
     def none_within(self, budget: float, prices: Mapping[int, float]) -> bool:
-        """Whether these prices prove that no plan fits: every plan has a weighted mean of bytes over the budget."""
+        """Whether these prices prove that no plan fits, as every plan's weighted bytes exceed the budget."""
         whole = sum(prices.values())
         weights = {t: p / whole for t, p in prices.items() if p > 0}
         return self.at(weights, 0.0)[1] > budget * (1 + _MET)
@@ -287,10 +287,10 @@ def _backend() -> Any:
 
 
 def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:
-    """The prices that maximise the least priced cost of the plans met so far, and that cost: no bound exceeds it.
+    """The prices that maximise the least priced cost of the plans met so far, and that cost.
 
-    It is the linear program  max theta,  theta <= seconds in line + sum of share * over + sum of price * (bytes -
-    budget).
+    No bound exceeds that cost. The prices solve the linear program  max theta,  theta <= seconds in line + sum of share
+    * over + sum of price * (bytes - budget).
     """
     if not points:
         return Prices(dict.fromkeys(times, 1.0), (0.0,) * kinds), math.inf
@@ -317,7 +317,7 @@ def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kind
 
 
 def _weights(points: Sequence[Point], times: Sequence[int]) -> tuple[dict[int, float], float]:
-    """The weights of times that maximise the least weighted mean of bytes of the plans met so far, and that mean."""
+    """The weights of times that maximise the least weighted mean of bytes of plans met, and that mean."""
     program = pulp.LpProblem("weights", pulp.LpMaximize)
     unit = max(_TINY, *(p.peak for p in points))
     theta = pulp.LpVariable("theta")

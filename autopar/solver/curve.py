@@ -53,7 +53,7 @@ class Curve:
 
 
 def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
-    """The curve of a space under these budgets, or under a number of them from the peak of the fastest plan down.
+    """The curve of a space under these budgets, or under so many from the fastest plan's peak down.
 
     A number of budgets ends at the lowest peak. None where nothing could be dropped.
     """

@@ -38,9 +38,10 @@ class Found:
 
 
 def minimise(problem: Problem, widest: int = WIDEST, tries: int = 8, gap: float = 0.0, is_rough: bool = False) -> Found:
-    """The choices of least cost; if variables had to be split, the best of a few ways to make their copies agree.
+    """The choices of least cost, or the best of a few `tries` if variables had to be split.
 
-    `is_rough` computes in single precision: the bound is then no proof.
+    Each try makes the copies of split variables agree in another way. `is_rough` computes in single precision: the
+    bound is then no proof.
     """
     if is_rough:
         found = minimise(problem.in_single_precision(), widest, tries, gap)

@@ -115,7 +115,7 @@ class Hubs:
         self.parent: dict[int, int] = {}  # copy -> the variable, or copy, that was split
 
     def split_among(self, near: Collection[int]) -> list[int]:
-        """Split the variable of these whose factors are loosest; returns variables whose tables changed, or none."""
+        """Split the `near` variable of the loosest factors; returns variables whose tables changed, or none."""
         able = [u for u in sorted(near) if self._can_split(u)]
         return self._split(min(able, key=lambda u: (self._looseness(u), u))) if able else []
 
@@ -138,7 +138,7 @@ class Hubs:
         return len({frozenset(f.scope) for f in self.left.factors[u]}) > 1
 
     def _looseness(self, u: int) -> float:
-        """How well a variable can be split: lower is better.
+        """The score of a variable that may be split: lower is better.
 
         Good ones have many factors, which change little with its choice, so that copies which disagree save little.
         """
@@ -408,7 +408,7 @@ class Elimination:
         return decided, marginals
 
     def within(self, around: tuple[int, ...]) -> tuple[list[int], list[np.ndarray]]:
-        """The choices in a region, given those around it, and the costs of all choices of each variable inside."""
+        """A region's choices, given those around it, and the costs of all choices of each variable inside."""
         if around not in self._within:
             decided, totals = self._decide({self.last + i: choice for i, choice in enumerate(around)})
             self._within[around] = [decided[v] for v in range(self.last)], [totals[v] for v in range(self.last)]

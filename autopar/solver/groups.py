@@ -72,7 +72,7 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
 
 
 def _with_more(search: StateSearch, stages: _Stages, states: StepStates, budget: float) -> StepStates | None:
-    """The states with more values in passing, added where the step is fullest until they fit the budget; or None.
+    """The states with more values in passing, added where the step is fullest until they fit; or None.
 
     Where the backward of an op is fullest, such a value is not read between its last reader and this op; what lies
     before that reader in the stage may join it.
@@ -191,7 +191,10 @@ class _Stages:
         return sum(line.runs[i].seconds for i in ran)
 
     def part(self, first: int, end: int) -> Timeline:
-        """The stages as a timeline of their own; values that enter or leave them or are never dropped weigh nothing."""
+        """The stages as a timeline of their own.
+
+        Values that enter or leave the stages, or are never dropped, weigh nothing.
+        """
         line, begin, behind = self.line, self.begins[first], self.begins[end]
         here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
         number = {v: k for k, v in enumerate(v for i in here for v in line.runs[i].makes)}
@@ -252,7 +255,7 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
 
 
 def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:
-    """Sets of runs in some stages to repeat: those that prices lead to, and all runs but some of the largest."""
+    """Sets of runs to repeat in some stages: those that prices give, and all runs but some of the largest."""
     droppable = frozenset(part.made_by[v] for v in range(len(part.bytes)) if not part.fixed[v])
     if is_all_or_none:
         return [frozenset(), droppable]
@@ -393,7 +396,7 @@ class _Tables:
                 self._note(until, [i], max(stages.reach[v] for v in stages.line.runs[i].makes))
 
     def _note(self, until: dict[int, int], runs: Iterable[int], time: int) -> None:
-        """Note runs whose values no op after a time reads: they are repeated in passing for backward down to it."""
+        """Note runs to repeat in passing for backward down to a time after which no op reads their values."""
         for i in runs:
             if all(self.stages.reach[v] <= time for v in self.stages.line.runs[i].makes):
                 until[i] = min(time, until.get(i, time))

@@ -179,7 +179,7 @@ def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequen
 
 
 def smallest(space: Space, backend: Any, peak: float) -> Answer:
-    """The choices of the lowest peak, where one of `peak` is known; if the search ended, a proven lower bound."""
+    """The choices of the lowest peak, and a proven lower bound if the search ended; `peak` is a known one."""
     assert space.memory is not None
     program = IntegerProgram(space, backend, fold=False)
     base = max(program.least(time) for time in range(2 * len(space.memory.ops) + 1))

@@ -154,7 +154,7 @@ class _Writer:
         return found
 
     def _times(self, edge: Edge) -> int:
-        """How often a value is converted in a step: once for a parameter whose gathered copy is kept."""
+        """The number of a value's conversions in a step: 1 for a parameter whose gathered copy is kept."""
         source = self.space.sites[edge.source]
         is_kept = source.kind == "parameter" and not (
             source.regathered and source.regathered[self.point.picked[edge.source]]

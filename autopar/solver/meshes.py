@@ -40,7 +40,7 @@ def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
 def best_mesh(
     candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float], Plan], until: float = math.inf
 ) -> Plan:
-    """The fastest plan over meshes, or one on fewer axes that is about as fast; its `meshes` lists all of them.
+    """The fastest plan over meshes, or one on fewer axes about as fast; its `meshes` lists all of them.
 
     A mesh whose ops alone take longer than a plan that is known, or that the budget, a preset or a constraint refuses,
     is listed with the reason. `on` plans on a mesh, and is told the seconds of the best plan so far. Once there is a
@@ -69,9 +69,10 @@ def best_mesh(
 
 
 def _of_fewest_axes(plans: Sequence[Plan]) -> tuple[Plan, list[tuple[str, str]]]:
-    """The fastest plan, or one of fewer axes whose time cannot be told apart from it; and a line about that choice.
+    """The fastest plan, or one of fewer axes that is about as fast; and a line about that choice.
 
-    Every axis has process groups of its own, and ranks that wait on one are late on the next.
+    The times of the two cannot be told apart. Every axis has process groups of its own, and ranks that wait on one are
+    late on the next.
     """
     fastest = min(plans, key=lambda p: p.step_time_s)
     alike = [p for p in plans if p.step_time_s <= (1 + ALIKE) * fastest.step_time_s]
@@ -84,7 +85,7 @@ def _of_fewest_axes(plans: Sequence[Plan]) -> tuple[Plan, list[tuple[str, str]]]
 
 
 def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
-    """The letter that stands for those of all meshes; one about the budget comes before one about a preset.
+    """The letter that stands for those of all meshes, one about the budget before one about a preset.
 
     It names the least that any plan needs on any mesh, and the smallest plan of all.
     """

@@ -64,7 +64,7 @@ class SearchedSpace(Protocol):
         """A line for each kernel of an op, with its seconds and their origin."""
 
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
-        """The best other choices of a site, each with the seconds that the plan and the op itself would take more."""
+        """The best other choices of a site, each with the extra seconds of the plan and of the op itself."""
 
     def curve(self, budgets: int | Sequence[int]) -> Curve:
         """The fastest step under each budget."""
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def step_interval_s(self) -> tuple[float, float]:
-        """(low, high) seconds between which nine of ten measured steps lie, by the sources of the predicted seconds."""
+        """Seconds (low, high) between which nine of ten measured steps lie, by the predictions' sources."""
         low, high = spread(self.sources)
         return self.step_time_s * low, self.step_time_s * high
 
@@ -186,7 +186,7 @@ class Plan:
         return f"<pre>{escape_html(str(self))}</pre>"
 
     def table(self) -> str:
-        """A table of all that the plan decides: parameters, ops, conversions, recompute; equal layers in one row."""
+        """A table of the plan's parameters, ops, conversions and recompute, with equal layers in one row."""
         return text.table_of(self)
 
     def beside(self) -> tuple[Beside, ...]:

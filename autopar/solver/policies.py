@@ -84,7 +84,7 @@ IN_ONE_LOOK: dict[str, Policy] = {
 
 
 def rotor(line: Timeline, budget: float) -> Repeated:
-    """The best schedule of stages that are saved, not saved, or in groups; nothing is repeated where none fits."""
+    """The best schedule of stages that are saved, not saved, or in groups; without repeats if none fits."""
     found = in_groups(StateSearch(line), budget, is_all_or_none=True)
     return Repeated(frozenset()) if found is None else repeated(line, found)
 

@@ -38,7 +38,7 @@ _BIG = 1e9  # seconds of what leads nowhere
 def polished(
     counted: Budgeted, outcome: Outcome, budget: float, gap: float, solver: str, stopped: list[str]
 ) -> Point | None:
-    """The fastest plan within the budget, among those met and those found between them; None where there is none."""
+    """The fastest plan within the budget, among those met and those found between them, or None."""
 
     def best() -> Point | None:
         return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
@@ -108,7 +108,7 @@ def alike(
 def with_equal_layers(
     counted: Budgeted, points: Sequence[Point], problem: Problem, solver: str, stopped: list[str]
 ) -> Point | None:
-    """The plan of least cost with equal layers, from choices that some points have taken; None where none is found.
+    """The plan of least cost with equal layers, from choices that some points took; None if none is found.
 
     Windows are as they are; the problem has all communication in line.
     """
@@ -183,7 +183,7 @@ def _with_choices(site: Site, left: np.ndarray) -> Site:
 
 
 def _with_flows(e: Edge, kind: Sequence[int], left: Sequence[np.ndarray]) -> tuple[Edge, tuple[np.ndarray, np.ndarray]]:
-    """An edge between kinds of sites with zero seconds, and the indices of the flows that remain at both ends."""
+    """An edge between kinds of sites with zero seconds, and the indices of flows that remain at its ends."""
     source, target = kind[e.source], kind[e.target]
     given, given_by = np.unique(e.given_by[left[source]], return_inverse=True)
     taken, taken_by = np.unique(e.taken_by[left[target]], return_inverse=True)
@@ -293,7 +293,7 @@ class _Splices:
         )
 
     def changes(self, tables: Tables) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Entries at k = 0, of sites and then edges; and all changes: the index of the entry, the k, and the amount.
+        """Entries at k = 0, sites then edges; and all changes: the index of the entry, the k, and the amount.
 
         An edge's entry changes with the first of its ends, then with the other.
         """

@@ -106,7 +106,7 @@ class Lined:
         return min(states.peak for states in self.states.known.values())
 
     def polished(self, budget: float) -> Point | None:
-        """The fastest plan within a budget after refining all known states and those of named policies, or None."""
+        """The fastest plan within a budget after refining known states and those of named policies, or None."""
         for policy in IN_ONE_LOOK:
             self.states.of(self.line.again(named(policy, self.line, budget).names))
         best = refined(self.states, budget)
@@ -209,7 +209,7 @@ class JointSearch:
         return worth, minimise(self.tables.problem(at, worth), tries=1, is_rough=self.task.counted.is_large)
 
     def ahead(self, budget: float) -> tuple[JointPrices, float]:
-        """The prices that maximise the least priced cost of the plans met so far under a budget, and that cost.
+        """Prices that maximise the least priced cost of plans met so far under a budget, and that cost.
 
         No bound is higher. Where all plans are over the budget, the price of a byte is raised, and the cost is
         infinite.
@@ -223,9 +223,9 @@ class JointSearch:
         return JointPrices(price, self.best_prices(budget).exposed), math.inf
 
     def ahead_alone(self, budget: float) -> JointPrices:
-        """The best price of a byte, with window prices as in the best bound, limited to a factor around that bound's.
+        """The best price of a byte, within a factor of the best bound's, with that bound's window prices.
 
-        Few plans would lead it too far.
+        Without this limit, a price from only a few plans would go too far.
         """
         best, time, met = self.best_prices(budget), self.tables.time, self._plans()
         shares = np.array(best.exposed)
@@ -254,9 +254,9 @@ class JointSearch:
         return min((_lowest_of(lined) for lined in self.met.values()), key=lambda p: (p.peak, p.seconds))
 
     def lowest(self) -> Point:
-        """The plan of the lowest peak that is found without regard to a budget, so that it is the same under any.
+        """The plan of the lowest peak that is found, the same under any budget.
 
-        It starts from the smallest sharding, the fastest, and those where bytes are dear.
+        The search starts from the smallest sharding, the fastest, and those where bytes are dear.
         """
         task, first = self.task, Lined.of(self.task, self.first.point)
         usual, exposed = first.states.usual_price(self.tables.time), self.free.prices.exposed
@@ -284,7 +284,7 @@ class JointSearch:
             del self.rough[at]
 
     def promising(self, budget: float, all_: Iterable[Lined]) -> tuple[float, float]:
-        """The price of a byte that maximises the least cost of these shardings' plans under a budget, and that cost.
+        """The price of a byte that maximises the least cost of shardings' plans under a budget, and that cost.
 
         No bound is higher. The price is 0 where all plans are over the budget.
         """
@@ -467,7 +467,7 @@ def _auto(task: Task, without: Without) -> Findings:
 
 
 def _dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
-    """The price that maximises the least cost of plans, given their seconds and bytes over the budget; and that cost.
+    """The price that maximises the least cost of plans, by seconds and bytes over budget; and that cost.
 
     The price is 0 where all plans are over the budget.
     """

@@ -63,7 +63,7 @@ def refined(search: StateSearch, budget: float) -> StepStates | None:
 
 
 def _steps(search: StateSearch, budget: float) -> list[StepStates]:
-    """The states at ascending prices, from no recompute to a few steps beyond the first that fit the budget."""
+    """States at ascending prices, from no recompute to a few steps beyond the first that fit the budget."""
     price = min((p for p, states in search.priced.items() if states.peak <= budget), default=max(search.priced))
     for _ in range(_BEYOND):
         price *= _STEP
@@ -72,7 +72,10 @@ def _steps(search: StateSearch, budget: float) -> list[StepStates]:
 
 
 def _parts(search: StateSearch, again: Again) -> list[Again]:
-    """Partition of these runs: runs are together if one reads what another makes and backward itself does not need."""
+    """Partition of these runs, with runs together where one depends on another.
+
+    A run depends on another if it reads what that one makes and backward itself does not need.
+    """
     line, root = search.line, {i: i for i in again}
 
     def found(i: int) -> int:
@@ -130,14 +133,14 @@ def _begins(search: StateSearch, again: Again) -> list[int]:
 
 
 def _dropped(search: StateSearch, again: Iterable[int], begins: Sequence[int], time: int) -> float:
-    """Bytes at a time that these runs free, if they are repeated: saved otherwise, and not made again by then."""
+    """Bytes that repeating these runs frees at a time: saved otherwise, and not made again by then."""
     line = search.line
     made = [v for i in again for v in line.runs[i].makes if v in line.needed and not line.fixed[v]]
     return sum(float(line.bytes[v]) for v in made if search.windows[v][0] <= time < begins[v])
 
 
 def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int] | None:
-    """Indices of the things of least total cost whose amounts add up to `needed`; None where all are too little.
+    """Indices of the things of least total cost whose amounts sum to `needed`; None if all are too little.
 
     A knapsack, with each amount rounded down to a slot of what is needed.
     """
@@ -208,7 +211,7 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
 
 
 def _lowered(search: StateSearch, budget: float) -> StepStates | None:
-    """States within a budget, reached from the lowest known peak by one run at a time; None where none was found."""
+    """States within a budget, reached from the lowest known peak by one run at a time; or None."""
     best = min(search.known.values(), key=lambda states: (states.peak, states.seconds))
     for _ in range(min(_LOWERED, _WORK // (_NEXT * len(search.line.runs)))):
         found = min(

@@ -270,6 +270,6 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
 
 
 def _whole_bytes(value: float) -> int:
-    """Bytes as a whole number, undoing a backend's tolerance: the nearest one if it is close, else rounded down."""
+    """Bytes as a whole number: the nearest within a backend's tolerance, else rounded down."""
     nearest = round(value)
     return nearest if abs(value - nearest) < 1e-6 * value else math.floor(value)

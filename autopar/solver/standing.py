@@ -15,7 +15,7 @@ MANY = 1000  # sites, from which on a search takes longer than a person waits fo
 
 
 def refuse_below(space: Space, budget: float) -> None:
-    """Raise a letter if parameters, gradients and optimizer states alone exceed a budget, stored in the smallest parts.
+    """Raise if parameters, gradients and optimizer states, in their smallest parts, exceed a budget.
 
     Only for large spaces: in others the smallest plan is soon found, which says more.
     """
@@ -36,7 +36,7 @@ def refuse_below(space: Space, budget: float) -> None:
 
 
 def standing(space: Space) -> dict[str, float]:
-    """The least bytes at the start of the optimizer's step, by kind: at each site those of its smallest choice."""
+    """The least bytes at the start of the optimizer's step, by kind, from each site's smallest choice."""
     assert space.memory is not None
     time = 2 * len(space.memory.ops)
     of_sites: dict[int, list[tuple[str, np.ndarray]]] = defaultdict(list)

@@ -76,7 +76,7 @@ class StateSearch:
         return self.known[again, passing]
 
     def within(self, budget: float, price: float = 0.0) -> StepStates | None:
-        """The fastest known states within a budget, after a search by prices from `price` on; None if none fit."""
+        """The fastest known states within a budget, after a search by prices from `price` on, or None."""
         if self.none.peak <= budget:
             return self.none
         neighbours = self._price(budget, price)
@@ -107,13 +107,13 @@ class StateSearch:
     # -- at prices
 
     def at_price(self, price: float) -> StepStates:
-        """The states of least seconds and priced bytes, at a price of bytes at the fullest time of the timeline."""
+        """The states of least seconds and priced bytes, at a price of bytes at the timeline's fullest time."""
         if price not in self.priced:
             self.priced[price] = self.of(cheapest(self.line, self.windows, {self.fullest: price}))
         return self.priced[price]
 
     def _price(self, budget: float, price: float) -> tuple[StepStates, StepStates] | None:
-        """States that fit the budget and faster ones that do not, neighbours in price; None where none are found.
+        """States that fit the budget and faster ones that do not, neighbours in price; None if not found.
 
         The price of a byte at the fullest time is raised until states fit. Where bytes cost more than everything else,
         backward would begin with the whole forward: the peak rises again, so that the price is raised step by step, and
@@ -187,7 +187,7 @@ class StateSearch:
 
 
 def cheapest(line: Timeline, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:
-    """The runs to repeat for the least cost, at prices of bytes by time; a saved value costs during its window."""
+    """The runs to repeat for the least cost at prices of bytes by time; saved values cost in their window."""
     of_time = np.zeros(len(line.held) + 1)
     for t, price in prices.items():
         of_time[t + 1] += price
@@ -244,7 +244,7 @@ def cut(
 
 
 def _windows(line: Timeline) -> list[tuple[int, int]]:
-    """The times of each value from its last reader in forward to its first in backward, where it costs if saved."""
+    """The times in which each value costs if saved: from its last forward to its first backward reader."""
     last = 2 * line.ops - 1
     reads = [line.runs[line.made_by[v]].time for v in range(len(line.bytes))]
     needs = [last + 1] * len(line.bytes)

@@ -236,7 +236,7 @@ def _products(plan: Plan) -> list[tuple[str, Decision]]:
 
 
 def _stored_along(plan: Plan, axis: int) -> tuple[int, bool]:
-    """Tenths of parameter bytes that an axis cuts in storage, and whether most of these are gathered in backward."""
+    """Tenths of parameter bytes that an axis cuts in storage, and whether backward gathers most of these."""
     placed = [(plan.parameter_bytes[n], s.placements[axis].is_shard, n) for n, s in plan.parameters.items()]
     cut_bytes = sum(nbytes for nbytes, is_cut, _ in placed if is_cut)
     again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and n in plan.regathered)
@@ -256,7 +256,7 @@ def _cuts_batch(plan: Plan, axis: int) -> bool:
 
 
 def cut_of(d: Decision, axis: int) -> str:
-    """What an axis cuts of a product: "rows", "positions", "weights" or "nothing"."""
+    """The part of a product that an axis cuts: "rows", "positions", "weights" or "nothing"."""
     strategy = d.choice.strategies[axis]
     values: list[Placement] = [flow.value for flow in strategy.operands] or [flow.value for flow in strategy.outputs]
     if len(values) > 1 and values[1].is_shard:

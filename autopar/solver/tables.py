@@ -85,7 +85,7 @@ class Problem:
 def minimum_over(
     v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """The minimum over one variable of its cost and factors: the classes of each neighbour, and the table over them."""
+    """The minimum over a variable of its cost and factors: each neighbour's classes, and their table."""
     joint, views = _joint_classes(v, factors, scope)
     shape = tuple(int(classes.max()) + 1 for classes in joint)
     result = np.full(shape, math.inf, cost.dtype)
@@ -115,7 +115,7 @@ def minimum_over(
 def _joint_classes(
     v: int, factors: Sequence[Factor], scope: tuple[int, ...]
 ) -> tuple[tuple[np.ndarray, ...], list[dict[int, np.ndarray]]]:
-    """The classes of each neighbour that all factors' classes together distinguish, and each factor's class of them."""
+    """Each neighbour's classes that all factors together distinguish, and each factor's class of them."""
     seen: dict[int, dict[int, np.ndarray]] = {u: {} for u in scope}  # by the identity of the classes
     for f in factors:
         for u, m in f.axes():
@@ -160,7 +160,7 @@ def _spread(
 
 
 def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray) -> list[int]:
-    """The kinds of a variable that are not dominated by one of the cheapest kinds, whatever its neighbours choose."""
+    """The kinds of a variable that none of the cheapest ones dominates, whatever its neighbours choose."""
     # finite, so that what leads nowhere can be compared
     rows = [np.minimum(term.reshape(term.shape[0], -1), _NOWHERE) for term in terms]
     rough = least + sum(r.mean(axis=1)[own] for r, own in zip(rows, kinds, strict=True))
@@ -180,7 +180,7 @@ def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarr
 def _sides(
     least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray, shape: tuple[int, ...]
 ) -> tuple[int, np.ndarray, np.ndarray] | None:
-    """An axis of the result that no term shares with another axis, and sums of terms over it and over the others.
+    """An axis of the result that no term shares with others, and sums of terms over it and the others.
 
     The sums are by kind of the variable: [kind, place on the axis] and [kind, place on all other axes]. None where
     every axis is shared, or where the table of the others would be too large.

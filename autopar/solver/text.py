@@ -79,7 +79,7 @@ def table_of(plan: Plan) -> str:
 
 
 def explained(plan: Plan, pattern: str) -> str:
-    """Text about the sites that a pattern names: choices, conversions and rivals, layers that are alike once.
+    """Text about a pattern's sites: choices, conversions and rivals, with layers that are alike once.
 
     A pattern is a name as the table prints it, with `*` for layers, or what a name begins with.
     """
@@ -120,7 +120,10 @@ def _named(plan: Plan, pattern: str) -> list[str]:
 
 
 def difference(one: Plan, other: Plan) -> str:
-    """Text about two plans in words, and the sites that they decide differently: a line each, equal layers in one."""
+    """Text about two plans in words, and a line per site that they decide differently.
+
+    Equal layers share a line.
+    """
     rows = list(_differences(one, other))
     if not rows:
         return SAME
@@ -149,7 +152,7 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
 
 
 def _told_apart(one: Plan, other: Plan) -> list[str]:
-    """Lines about memory and step time of two plans, and whether the times differ by more than the model can tell."""
+    """Lines about two plans' memory and step time, and whether the times can be told apart by the model."""
     if not one.step_time_s or not other.step_time_s:
         return []
     differ = abs(one.step_time_s - other.step_time_s) / max(one.step_time_s, other.step_time_s)
@@ -229,7 +232,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _certainty(plan: Plan) -> list[str]:
-    """A line about the seconds between which a measured step is expected, and their sources; none without sources."""
+    """A line about the interval of a measured step's seconds and their sources; none without sources."""
     total = sum(plan.sources.values())
     if not total:
         return []
@@ -258,7 +261,7 @@ def _op_rows(plan: Plan) -> Iterator[Row]:
 
 
 def _needed_rows(plan: Plan) -> Iterator[Row]:
-    """Rows about the values that backward needs and could recompute; figures that a plan's file lacks are blank."""
+    """Rows about values that backward needs and could recompute; figures that the plan lacks are blank."""
     for name in dict.fromkeys((*plan.needed, *sorted(plan.recomputed))):
         nbytes, seconds = plan.needed.get(name, (0, 0.0))
         figures = (size(nbytes), microseconds(seconds)) if name in plan.needed else ("", "")

@@ -95,7 +95,7 @@ class _Changes:
         return self.picked
 
     def _change(self, alike: Sequence[int]) -> bool:
-        """Give sites that are alike the choice under which the plan comes first; False where that changes nothing."""
+        """Give sites that are alike the choice under which the plan comes first; False if nothing changes."""
         edges = sorted({k for i in alike for k in self.near[i]})
         more, moved, beside = self._seconds(alike, edges)
         before, peak = {self.picked[i] for i in alike}, float(self.held.max())
@@ -135,7 +135,7 @@ class _Changes:
     def _seconds(
         self, alike: Sequence[int], edges: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
-        """Differences if all these sites took one choice, by choice: seconds, communication, both sums of windows.
+        """Differences by the choice that all these sites take: seconds, communication, both window sums.
 
         The last has, by window, [communication or compute, choice].
         """

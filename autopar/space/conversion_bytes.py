@@ -165,7 +165,7 @@ class _Conversions:
         self._kinds = int(self._arrives.max(initial=0)) + 1
 
     def first(self, taken: Taken, is_meant: np.ndarray) -> np.ndarray:
-        """The places of the edges that are meant, without repeated conversions of the same value to the same flow."""
+        """Places of the edges that are meant, with each conversion of a value to a flow only once."""
         flows = self._arrives[self._arrives_at + taken.arrives[self.edges]].astype(int)
         places = np.flatnonzero(is_meant)
         _, first = np.unique((self._value * self._kinds + flows)[places], return_index=True)
@@ -282,7 +282,7 @@ class _OfGathers:
 
 
 def _made_by(op: Passage) -> Iterator[np.ndarray]:
-    """Bytes, by choice, of each thing that an op makes: outputs with memory of their own, extras and workspace."""
+    """Bytes by choice of each thing that an op makes: outputs in memory of their own, extras, workspace."""
     yield from (made.bytes for made in op.made if made.shows == OWN)
     yield from (table for table in (op.besides, op.work) if table is not None)
 

@@ -134,7 +134,7 @@ class _Devices:
         return (R, P()) if expected.requires_grad else (_conventional(out),)
 
     def _backward(self, run: _Run, pulled: Placements) -> Iterator[Strategy]:
-        """The strategies under which local gradients make up the whole ones, with cotangents placed as `pulled`."""
+        """The strategies whose local gradients make up the whole ones, with cotangents placed as `pulled`."""
         parts = [self._spread(c, p) for c, p in zip(self.cotangents, pulled, strict=True)]
         found = []
         for i in range(self.n):
@@ -238,7 +238,7 @@ def _part_shape(shape: Shape, placement: Placement, n: int, i: int) -> Shape:
 
 
 def suspected(op: Any, arguments: dict[str, Any], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
-    """A line of notation under which an op without a rule ran right in every draw; "" where none was found.
+    """A line of notation under which an op without a rule ran right in every draw, or "" if none did.
 
     `arguments` have types in the places of tensors. The op runs on small tensors, in which every larger size of the
     call is another odd multiple of six; numbers among its arguments that are such sizes follow.
@@ -301,7 +301,7 @@ class Draw:
     whole: tuple[int, ...] = (0, 1)
 
     def tensor(self, type_: TensorType, shape: Sequence[int], own: Sequence[float], random: torch.Generator) -> Tensor:
-        """A random tensor of this type and shape; the constants of the op itself (`own`) join the numbers of a list."""
+        """A random tensor of this type and shape; constants of the op itself (`own`) join the numbers to draw."""
         if "float" in type_.dtype and self.scale:
             numbers = torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * self.scale
             return numbers.requires_grad_(type_.requires_grad)
@@ -328,7 +328,7 @@ DRAWS = (
 
 
 def constants_of(op: Any) -> tuple[float, ...]:
-    """The numbers in the code of an op that is written in Python, such as a token that it looks for, or a bound."""
+    """The numbers in the code of an op written in Python, such as a bound or a token that it looks for."""
     call = op.call
     behind = function_of(call._schema.name) if hasattr(call, "_schema") else call
     code = getattr(behind, "__code__", None)

@@ -149,7 +149,7 @@ class EdgePieces:
         self._gathered_again(passage, dropped, is_ahead)
 
     def _regathered(self, passage: _Passage, parameter: fx.Node) -> tuple[bool, ...]:
-        """Whether the gathered copy is dropped after its use and gathered again, by choice of the edge's source.
+        """Whether the gathered copy is dropped after its use and gathered again, by the edge source's choice.
 
         The copy of a parameter that an op has handed on is dropped where that of the parameter always is.
         """
@@ -245,7 +245,7 @@ class EdgePieces:
         return False
 
     def _enters(self, passage: _Passage) -> bool:
-        """Whether a parameter's gradient enters here the ops that hand it on: at its reader, or where uses meet."""
+        """Whether here, at a reader or where uses meet, a parameter's gradient enters ops that hand it on."""
         value = passage.value
         while value is not self.owners[value]:
             if self.lifetimes.has_several_uses(value):
@@ -275,7 +275,7 @@ def _cut_parts(tables: EdgeBytes, stored: np.ndarray) -> np.ndarray:
 
 
 def _settling(tables: EdgeBytes, width: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of a parameter's gradient until its bucket is full, once it is stored, and while it is being cut.
+    """Bytes of a parameter's gradient until its bucket is full, once it is stored, and while it is cut.
 
     An element of the parameter has `width` times the bytes of one of the value that is read.
     """

@@ -177,7 +177,7 @@ class EdgeBuilder:
         return _Table(both, np.where(leads, forward, 0.0), np.where(leads, backward, 0.0))
 
     def _times(self, flows: int, cargo: _Cargo, source: Site) -> tuple[np.ndarray, np.ndarray]:
-        """How often a step gathers a parameter, and how often it reduces its gradient, by what leaves."""
+        """The numbers of a step's gathers of a parameter and of reductions of its gradient, by leaving flow."""
         batches, gathers, reductions = self.setting.passes, np.ones(flows), np.ones(flows)
         if source.regathered:  # forward and backward of each micro-batch
             gathers[np.array(source.regathered)] = batches if cargo.stays else 2 * batches
@@ -227,7 +227,7 @@ class EdgeBuilder:
         return self.conversions.costs.moving(elements * (type_.itemsize + itemsize))
 
     def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
-        """A mask, by [given, taken], of conversions that a preset's habits forbid where its habitual ones exist."""
+        """A mask [given, taken] of conversions that a preset's habits forbid where its habitual ones exist."""
         found: np.ndarray = np.zeros((len(given), len(taken)), dtype=bool)
         for axis, habit in self.habits:
             leaves_so, arrives_so = HABITS[habit]

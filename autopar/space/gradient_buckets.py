@@ -49,7 +49,10 @@ def trained_parameters(graph: Graph) -> list[fx.Node]:
 
 
 def _closes(ready: Sequence[int], sizes: Sequence[int], alone: Sequence[bool]) -> list[int]:
-    """The time at which each gradient's bucket is full, from when each is made, its bytes, and if it travels alone."""
+    """The time at which each gradient's bucket is full.
+
+    A gradient is given by the time at which it is made, its bytes, and whether it travels alone.
+    """
     order = sorted((k for k in range(len(ready)) if not alone[k]), key=lambda k: ready[k])
     closes = list(ready)
     for bucket in buckets([sizes[k] for k in order]):

@@ -136,7 +136,7 @@ class Lifetimes:
         return self._place(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
 
     def _taken_over(self, graph: Graph, groups: Mapping[fx.Node, Group]) -> Iterator[int]:
-        """Memories that gradients overwrite: of values in a chunk that one kernel alone reads, if it can do so."""
+        """Memories that gradients overwrite: of values in a chunk that only one kernel, able to do so, reads."""
         for op, group in groups.items():
             if group.over is not None and group.is_last and info(op).chunks > 1:
                 memory = self.memory[group.over]

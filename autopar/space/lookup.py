@@ -66,7 +66,7 @@ class Tables:
 
 
 def end_to_end(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of all tables in one array, and each table's offset; a table that occurs twice is stored once."""
+    """All tables' entries in one array, and each table's offset; a table that occurs twice is stored once."""
     apart = {id(table): table for table in tables}
     ends = itertools.accumulate((table.size for table in apart.values()), initial=0)
     begins = dict(zip(apart, ends, strict=False))

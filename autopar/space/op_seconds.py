@@ -100,7 +100,7 @@ class OpSeconds:
         return forward, backward
 
     def unaligned(self, chosen: Chosen) -> float:
-        """Seconds that a product loses, under its first choice, because its rows are no whole number of 16 bytes."""
+        """Seconds that a product loses, under its first choice, to rows that are no multiple of 16 bytes."""
         kernels, lost = self.kernels(chosen), 0.0
         ran = [(1, k, self.costs.forward) for k in kernels.forward]
         ran += [(count, k, self.costs.backward) for count, k in kernels.backward]
@@ -110,7 +110,7 @@ class OpSeconds:
         return lost * info(chosen.node).chunks
 
     def source(self, chosen: Chosen) -> str:
-        """The source of an op's seconds: that of its own kernel, or else of the first beside it; "" without kernels."""
+        """The source of an op's seconds: its own kernel's, or else the first beside it; "" without kernels."""
         kernels = self.kernels(chosen)
         ran = [*kernels.forward, *(kernel for _, kernel in kernels.beside)]
         return self.costs.source(ran[0]) if ran else ""
@@ -219,14 +219,14 @@ class OpSeconds:
         return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
 
     def _beside(self, chosen: Chosen, name: str, tensors: int) -> Kernel:
-        """A kernel that reads and writes a number of `tensors`, each of the result's size, under the time `name`."""
+        """A kernel, timed under `name`, that reads and writes `tensors` tensors of the result's size."""
         made = self._made(chosen)
         result = chosen.outputs[0]
         moved: np.ndarray = tensors * made * result.itemsize
         return Kernel((name,), result.dtype, made, moved, moved)
 
     def _where_cut(self, chosen: Chosen, name: str) -> tuple[str, np.ndarray] | None:
-        """The name under which an op's local form is timed, and a mask of the choices that run it; None without one."""
+        """The name by which an op's local form is timed, and a mask of choices that run it; None without one."""
         op, binding = chosen.op, chosen.binding
         if binding is None or not (facts_of(op).counts or binding.inside):
             return None
@@ -286,7 +286,7 @@ class OpSeconds:
         return local_elements(chosen.outputs[0].shape, (values(c.output()) for c in chosen.choices), self.mesh)
 
     def exchange(self, chosen: Chosen) -> np.ndarray | float:
-        """Seconds of all-reduces inside an op's local form, by choice, each in a message of its own; 0.0 if none."""
+        """Seconds, by choice, of all-reduces in an op's local form, each a message of its own; 0.0 if none."""
         forward, backward = facts_of(chosen.op).exchanges
         exchanges = forward + backward * any(t.requires_grad for t in chosen.outputs)
         binding, mesh = chosen.binding, self.mesh

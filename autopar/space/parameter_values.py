@@ -27,7 +27,7 @@ class ParameterValues:
         return ParameterValues(_owners(graph), casts, frozenset(casts.values()), reduced_in(casts, reduce))
 
     def is_handed_on(self, value: fx.Node) -> bool:
-        """Whether a value is a parameter behind ops that hand it on, other than a cast that is gathered itself."""
+        """Whether a value is a parameter behind ops that hand it on, other than a cast gathered itself."""
         return value in self.owners and value not in self.casts and value is not self.owners[value]
 
 

@@ -117,7 +117,7 @@ class _Builder:
 
 
 def _cores(ops: Sequence[fx.Node]) -> set[fx.Node]:
-    """The ops in the cores of attentions: the fused op, or everything around a softmax from the product before it.
+    """The ops in the cores of attentions: the fused op, or all around a softmax from the product before.
 
     The product before belongs to the core, the one behind does not.
     """

@@ -73,7 +73,7 @@ def _unread(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
 
 
 def _rows_out(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
-    """A piece for outputs that are kept while micro-batches pass: whole on every device, less those of one turn."""
+    """A piece for outputs kept while micro-batches pass: whole on every device, less those of one turn."""
     rows = dict(graph.rows_out)
     named = zip(graph.output_names, info(graph.output).outputs, strict=False)
     nbytes = sum(t.nbytes for name, t in named if name in rows) * (graph.turns - 1)
@@ -82,6 +82,9 @@ def _rows_out(graph: Graph, wiring: Wiring, clock: Clock) -> list[Piece]:
 
 
 def _updates(trained: int, setting: Setting) -> int:
-    """The number of times in the optimizer's step: on a CPU one for each trained parameter, if it makes temporaries."""
+    """The number of times in the optimizer's step: 1, or one per trained parameter.
+
+    Trained parameters have times of their own on a CPU, if the optimizer makes temporaries.
+    """
     one_by_one = setting.cluster.device.kernels == "cpu" and optimizer_figures(setting.optimizer, 4)["temporary"]
     return max(1, trained) if one_by_one else 1

@@ -159,7 +159,7 @@ def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 
 
 def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
-    """Pins that cut inputs by rows, where they have the rows of the batch or a multiple; others are left free.
+    """Pins that cut inputs by rows, if they have a multiple of the batch's rows; others are left free.
 
     A letter is raised where devices cannot share the rows equally.
     """
@@ -207,7 +207,7 @@ def _is_whole(sharding: Sharding, axes: Sequence[int]) -> bool:
 def said_of(
     parallel: Any, mesh: DeviceMesh, parameters: Mapping[str, Sharding], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, str], ...]:
-    """A line that names the parameters which a ZeRO plan stores whole along the data axes; none if it cuts all.
+    """A line with the parameters that a ZeRO plan stores whole along the data axes; none if it cuts all.
 
     `parameters` and `sizes` are the shardings of the plan's parameters and their bytes.
     """

@@ -115,7 +115,7 @@ def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.No
 
 
 def freed_first(node: fx.Node) -> fx.Node | None:
-    """The operand that an op's backward frees before making that operand's own gradient as its last; or None."""
+    """The operand whose gradient an op's backward makes last, after freeing the operand itself; or None."""
     facts = facts_of(op_name(node))
     last = facts.last(call_of(node)) if callable(facts.last) else facts.last
     value = node.kwargs.get(last)

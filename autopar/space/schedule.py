@@ -114,7 +114,7 @@ def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
 
 
 def travels_alone(parameter: fx.Node) -> bool:
-    """Whether the gradient of a parameter shares no bucket: that of a large table whose rows are looked up.
+    """Whether a parameter's gradient shares no bucket, as that of a large table with looked-up rows.
 
     It is the last to be made, and whether it is a sum depends on where the tokens are: others would wait for it.
     """
@@ -145,7 +145,7 @@ def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
 
 
 def _spans(ops: Sequence[fx.Node], reads: Sequence[Sequence[fx.Node]], least: int) -> tuple[Span, ...]:
-    """The first and last op of each window: blocks of the model, joined until they read `least` bytes of parameters."""
+    """The first and last op of each window: blocks joined until they read `least` bytes of parameters."""
     counts, count, read = list[int](), 0, 0
     for _, block in itertools.groupby(range(len(ops)), lambda i: innermost_block(info(ops[i]).module)):
         for i in block:
@@ -183,7 +183,7 @@ def _members(
 
 
 def _joined(spans: Sequence[Span]) -> Span:
-    """The first op of all spans, and the last that reads in backward; where there is none, the first again."""
+    """The first op of all spans and the last that reads in backward, or the first again where none does."""
     first = min(first for first, _ in spans)
     last = max(last for _, last in spans)
     return first, first if last == NEVER else last

@@ -112,7 +112,7 @@ class Use:
 def sites_and_uses(
     graph: Graph, mesh: DeviceMesh, accumulation: int = 1, reduce: str = ""
 ) -> tuple[tuple[Site, ...], tuple[Use, ...]]:
-    """All sites of `graph` on `mesh` with their legal choices, and all uses of values between them, without prices.
+    """The unpriced sites of `graph` on `mesh` with legal choices, and the uses of values between them.
 
     A plan is checked against them.
     """

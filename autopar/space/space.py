@@ -61,7 +61,7 @@ class Site:
         )
 
     def sharing(self, like: Site) -> Site:
-        """The site with the choices and tables of one that is like it: what is known by their ids is known of both."""
+        """The site with the choices and tables of a site like it, so that both share what is known by id."""
         return replace(
             self,
             choices=like.choices,

@@ -48,7 +48,7 @@ class LinearLayer:
     sizes: tuple[int, int]  # of the summed dim and of the features
 
     def blocks(self, parts: int) -> str:
-        """The blocks of a fused projection, as text of a placement; "" if one of them is not divisible by `parts`."""
+        """A fused projection's blocks, as text of a placement; "" if `parts` does not divide one of them."""
         found = _blocks(self.node, self.sizes[1])
         return f", blocks={found}" if found and all(b % parts == 0 for b in found) else ""
 
@@ -109,7 +109,7 @@ def _blocks(node: fx.Node, features: int) -> tuple[int, ...]:
 
 
 def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
-    """Cut linear layers in order: by output features where the input is whole, by input features where it is cut."""
+    """Cut linear layers in order: by output features if the input is whole, else by input features."""
     axis, parts = mesh.axes[axes[0]], mesh.shape[axes[0]]
     cut: set[fx.Node] = set()  # values whose features are cut
     found: dict[str, ParameterCut] = {}
@@ -145,7 +145,7 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
 
 
 def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
-    """Use every weight with its features cut by the second axis; in storage, the first axis cuts its inputs too."""
+    """Use every weight with features cut by the second axis; storage cuts inputs by the first axis too."""
     (first, rows), (second, parts) = ((mesh.axes[a], mesh.shape[a]) for a in axes[:2])
     found: dict[str, ParameterCut] = {}
 

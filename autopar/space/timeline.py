@@ -196,7 +196,7 @@ class Timeline:
         return tuple(sorted((at[name][0], at[op][1]) for name, op in named.items() if at[name][0] not in self.forced))
 
     def saved(self, again: frozenset[int]) -> frozenset[int]:
-        """The values that are kept from forward to their last reader in backward, if these runs are recomputed."""
+        """The values kept from forward to their last reader in backward, if these runs are recomputed."""
         wanted = self.needed.union(*(self.runs[i].reads for i in self.under(again).ran))
         return frozenset(v for v in wanted if self.fixed[v] or self.made_by[v] not in again)
 

@@ -48,7 +48,7 @@ class Told:
         return [*self._of_chunks(chosen), *(line for line in lines if line)]
 
     def unaligned(self, choices: Mapping[str, Choice]) -> dict[str, float]:
-        """Seconds that products among these ops lose because their rows are no whole number of 16 bytes, by name."""
+        """Seconds, by name, that products among these ops lose to rows that are no multiple of 16 bytes."""
         if not self.seconds.costs.knows_unaligned:
             return {}
         found = {}

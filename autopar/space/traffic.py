@@ -99,7 +99,7 @@ class Group:
     over: fx.Node | None  # the value over which the kernel can write its gradient
 
     def kept(self, op: fx.Node) -> list[fx.Node]:
-        """Values kept for backward at this op: operands that the kernel's backward reads, and maybe its result."""
+        """Values kept for backward at this op: operands that its kernel's backward reads, maybe its result."""
         return [n for n in op.all_input_nodes if source_of(n) in self.needed] + ([op] if self.is_kept else [])
 
     def traffic(self, given: Sequence[fx.Node]) -> Traffic:

@@ -50,7 +50,7 @@ class Window:
 
 
 def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
-    """Indices of items grouped in order into buckets; a bucket is closed once it holds `full` bytes or more."""
+    """Indices of items grouped in order into buckets, each closed once it holds `full` bytes or more."""
     found, held = list[list[int]](), full
     for k, size in enumerate(sizes):
         if held >= full:

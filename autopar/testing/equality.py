@@ -110,7 +110,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def scales_of(tensors: Tensors) -> dict[str, float]:
-    """For each tensor the norm that errors are relative to: its own, but at least a thousandth of a typical one."""
+    """The norm that each tensor's errors are relative to: its own, at least 1/1000 of a typical one."""
     norms = {n: float(t.detach().double().norm()) for n, t in tensors.items()}
     typical = sum(v * v for v in norms.values()) ** 0.5 / max(1, len(norms)) ** 0.5
     return {n: max(v, 1e-3 * typical, torch.finfo(torch.float64).tiny) for n, v in norms.items()}

@@ -111,7 +111,7 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def on_processes(ranks: int, body: Body, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Run `body(rank, *args)` in one process per rank, over gloo, with one thread each; returns the results."""
+    """Run `body(rank, *args)` in one process per rank, over gloo, with one thread; returns the results."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["autopar.testing.preload"])
     task = pickle.dumps((body, args))  # by value: torch's own pickling would share the tensors between ranks

@@ -184,7 +184,7 @@ def _described(value: Any) -> Any:
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Fake result of a grouped matrix product: torch's own rule takes bfloat16 only, its kernels take more."""
+    """Fake result of a grouped matrix product, for more dtypes than the bfloat16 of torch's own rule."""
     shape: tuple[int, ...]
     if a.dim() == 2 and b.dim() == 3:
         shape = (a.shape[0], b.shape[-1])

@@ -42,7 +42,7 @@ class Unknown(Exception):
 
 
 def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
-    """The value that `function` (bool, item, tolist, ...) gives for this tensor; a letter where it is unknown."""
+    """The value of `function` (bool, item, tolist, ...) for this tensor; raises a letter if unknown."""
     node, line = recorder.node(tensor), source()
     is_question = function is Tensor.__bool__
     if is_question and _asks_a_distribution():

@@ -240,7 +240,7 @@ def _is_temporary(made: Any, target: Tensor, where: Mapping[int, Ref], seen: _Di
 
 
 def _canonical_of_write(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
-    """The pure form of a call that writes to its first argument; it must give the target's dtype and shape."""
+    """The pure form, of the target's dtype and shape, of a call that writes to its first argument."""
     op, arguments = functional(function, args, kwargs)
     if op is None or op.signature is None:
         raise _Whole
@@ -321,7 +321,7 @@ def _is_unsaid(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two arguments are the same tensor or equal; devices and layouts do not change values and are ignored."""
+    """Whether two arguments are the same tensor or equal; devices and layouts are ignored."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a is b
     where = (torch.device, torch.layout, torch.memory_format, type(None))

@@ -34,7 +34,7 @@ class Fakes:
         return self._made[id(tensor)][0]
 
     def _faked(self, value: Any) -> Any:
-        """The value with its tensors replaced by fakes, also in lists and dicts; the value itself if it has none."""
+        """The value with fakes for its tensors, also in lists and dicts; the value itself without tensors."""
         if isinstance(value, Tensor):
             return self(value)
         if type(value) in (list, tuple) and any(isinstance(v, Tensor) for v in value):

@@ -134,7 +134,7 @@ def plain_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 
 
 def op_or_write(position: int) -> Handler:
-    """A handler for a function whose argument at `position` may ask for a write, such as relu(x, inplace=True)."""
+    """A handler of functions whose argument at `position` may ask for a write, as relu(x, inplace=True)."""
 
     def call(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_write = kwargs.get("inplace", args[position] if len(args) > position else False)
@@ -144,7 +144,7 @@ def op_or_write(position: int) -> Handler:
 
 
 def wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle x.requires_grad = True: allowed on a tensor that forward has made, whose .grad nobody outside sees.
+    """Handle x.requires_grad = True on a tensor made in forward, whose .grad nobody outside sees.
 
     On other tensors it is refused by a letter.
     """

@@ -142,7 +142,7 @@ def _is_whole(index: Any, size: int) -> bool:
 
 
 def _basic_index(index: Any, rank: int) -> tuple[Any, ...] | None:
-    """The index with one entry for each dim and None for each new dim; None for one with tensors, lists or steps."""
+    """The index with an entry per dim and None per new dim; None for one with tensors, lists or steps."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(map(_is_basic, index)):
         return None

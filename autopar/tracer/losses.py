@@ -84,7 +84,7 @@ def cross_entropy_counts_its_targets(graph: Graph) -> None:
 
 
 def _mean_over_targets(node: fx.Node) -> fx.Node:
-    """Sum of the losses over the count, or the weights, of the targets; half precision is summed in float32."""
+    """Sum of losses over the targets' count or weights; half precision is summed in float32."""
     given: Any = node.kwargs["input"]
     target: Any = node.kwargs["target"]
     weight: Any = node.kwargs.get("weight")

@@ -34,7 +34,7 @@ class Names:
         self.taken = {name for names in self.of.values() for name in names}
 
     def apart(self, kind: str, name: str, prefix: str = "") -> str:
-        """A name for an input or output that no other tensor has in plans: "input mask" beside a buffer "mask"."""
+        """A name of an input or output that no other tensor has in plans: "input mask" beside buffer "mask"."""
         while prefix + name in self.taken:
             name = f"{kind} {name}"
         self.taken.add(prefix + name)

@@ -82,7 +82,7 @@ def _added_to_nothing(node: fx.Node) -> Any:
 
 
 def _only_part(node: fx.Node) -> Any:
-    """The one operand of a cat that is not empty; None where there are several, after dropping the empty ones.
+    """The one operand of a cat that is not empty; None for several, after the empty ones are dropped.
 
     A model may put an empty cache in front of its first keys, or an empty rest behind rotated dims.
     """

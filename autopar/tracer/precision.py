@@ -56,7 +56,7 @@ class Precision:
         return tensor.to(getattr(torch, self.param)) if tensor.is_floating_point() else tensor
 
     def check(self, name: str, parameter: Tensor) -> None:
-        """Raise unless gradients are reduced in a dtype that they have at some time: that of compute or of storage."""
+        """Raise unless gradients are reduced in a dtype that they have: that of compute or of storage."""
         stored = str(parameter.dtype).removeprefix("torch.")
         if parameter.requires_grad and self.reduce not in (self.param, stored):
             raise NotServed(
@@ -68,7 +68,7 @@ class Precision:
 
 
 def reference(model: torch.nn.Module, precision: Precision) -> Callable[..., Any]:
-    """The single-device program under a precision, as a function of inputs: what a parallel model computes."""
+    """The single-device program that a parallel model computes under a precision, as a function."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, precision.cast, (args, kwargs))
@@ -122,7 +122,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @contextlib.contextmanager
 def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[list[fx.Node]]:
-    """Inside the block the modules hold casts of their parameters, recorded as ops; yields the nodes of the casts."""
+    """Let modules hold recorded casts of their parameters in the block; yields the nodes of the casts."""
     casts: list[fx.Node] = []
     if precision is None:
         yield casts
@@ -153,7 +153,7 @@ def computing_in(precision: Precision | None, recorder: Recorder) -> Iterator[li
 
 
 def sink(casts: Sequence[fx.Node]) -> None:
-    """Move casts from the start of the program to just before their first use, and remove those without use.
+    """Move casts from the program's start to just before their first use, and remove unused ones.
 
     A cast copy thereby lives no longer than it must.
     """

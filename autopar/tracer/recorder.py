@@ -272,7 +272,7 @@ class Recorder:
         return result
 
     def check_given(self, args: Any) -> None:
-        """Raise where an autograd.Function reads a known tensor that it was not passed: gradients would be lost."""
+        """Raise if an autograd.Function reads a known tensor not passed to it: gradients would be lost."""
         given = self.call.given or set()
         for tensor in tensors_in(args, {}):
             if self.knows(tensor) and id(tensor) not in given:

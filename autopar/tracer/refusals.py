@@ -44,7 +44,7 @@ _IN_FORWARD_MODE = "elem.device.type must be 'meta'"  # torch says so of a tange
 
 @contextlib.contextmanager
 def telling_whose_error() -> Iterator[None]:
-    """Turn errors that the model raises in the block into letters with their place; autopar's own errors stay."""
+    """Turn the model's errors in the block into letters with their place; autopar's own errors stay."""
     try:
         yield
     except Letter:
@@ -124,7 +124,7 @@ def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> Non
 
 
 def refuse_hooks(root: torch.nn.Module, is_parallel: bool = False) -> None:
-    """Refuse backward hooks, which would be lost, except on a parallel model itself and the parameters that it trains.
+    """Refuse backward hooks, which would be lost, except on a parallel model and its trained parameters.
 
     Forward hooks are allowed, and run while tracing (hooks.py).
     """
@@ -206,7 +206,7 @@ def refuse_opaque(leaves: list[Any]) -> None:
 
 
 def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
-    """Refuse tensors of the capture that the model keeps on a class or module, where the next call would find them.
+    """Refuse captured tensors that the model keeps on a class or module, where the next call finds them.
 
     Caches of functions that hold such tensors are cleared instead.
     """
@@ -231,7 +231,7 @@ def refuse_survivors(made: list[weakref.ref[Tensor]]) -> None:
 
 
 def refuse_trained_values_under_a_mask(graph: Graph) -> None:
-    """Refuse x[mask] = trained values: the gradient x.grad[mask] has a shape that depends on the mask's values."""
+    """Refuse x[mask] = trained values: the shape of x.grad[mask] depends on the mask's values."""
     for node in graph.nodes:
         places = _WRITTEN_AT.get(op_name(node)) if info(node).kind == "op" else None
         if places is None or not type_of(node).requires_grad:
@@ -251,7 +251,10 @@ _WRITTEN_AT = {"setitem": ("index", "value"), "index_put": ("indices", "values")
 
 
 def refuse_detached(recorder: Recorder) -> None:
-    """Refuse values that TorchScript has detached: once a function has run with gradients, its own autodiff does so."""
+    """Refuse values that TorchScript has detached.
+
+    TorchScript's own autodiff detaches them once a function has run with gradients.
+    """
     for node in recorder.detached_below:
         if not node._erased:
             raise NotCaptured(

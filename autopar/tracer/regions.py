@@ -45,7 +45,7 @@ def keeping_defaults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Switch garbage collection off in the block: it would walk every node again and again, and find nothing."""
+    """Switch garbage collection off in the block: it would walk every node repeatedly, and find nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -156,7 +156,7 @@ def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gamma_rsample(distribution: Gamma, sample_shape: Any = ()) -> Tensor:
-    """Gamma draws; those that are too small are lifted to the least normal number, and keep their gradient."""
+    """Gamma draws; too small ones are lifted to the least normal number, and keep their gradient."""
     shape = distribution._extended_shape(torch.Size(sample_shape))
     value = standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
     least = torch.finfo(value.dtype).tiny

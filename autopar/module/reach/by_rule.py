@@ -18,7 +18,10 @@ from autopar.sharding.notation import Binding, Rule
 
 
 def by_rule(pair: OpPair) -> Reach | list[Reach]:
-    """The reach by the op's rule: along a dim that may be cut elements depend on their place, along others they mix."""
+    """The reach of padding by the op's rule.
+
+    Along a dim that may be cut, elements depend on their own place; along other dims they mix.
+    """
     op, outputs = pair.node.target, info(pair.node).outputs
     rule = rule_of(op.name, {**typed(pair.kwargs), "outputs": outputs})
     if rule is None:

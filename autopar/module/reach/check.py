@@ -111,7 +111,7 @@ def _reached(pair: OpPair) -> list[Reach]:
 
 
 def _transferred(pair: OpPair) -> list[Reach]:
-    """The reach of each output by the op's transfer function or rule; raises `Unclear` where neither tells."""
+    """Each output's reach by the op's transfer function or rule; raises `Unclear` where neither tells."""
     op = pair.node.target
     if not isinstance(op, Op):
         raise Unclear

@@ -70,7 +70,7 @@ def view(pair: OpPair) -> Reach:
 
 
 def _reshaped(tensor: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
-    """The tensor in another shape; groups of dims that correspond and along which all is alike stay of size one."""
+    """The tensor in another shape, where groups of dims along which all is alike stay of size one."""
     sizes: list[int] = []
     shown: list[int] = []
     i = j = 0
@@ -149,7 +149,10 @@ def split(pair: OpPair) -> list[Reach]:
 
 
 def end_to_end(pair: OpPair) -> Reach:
-    """The reach of a concatenation, of which only the last value may be padded: else the next begins elsewhere."""
+    """The reach of a concatenation, of which only the last value may be padded.
+
+    Behind another padded value, the next one would begin elsewhere.
+    """
     given = [need(r) for r in pair.operands]
     rank = len(type_of(pair.node).shape)
     dim = int(pair.kwargs.get("dim", 0)) % rank
@@ -177,7 +180,10 @@ def end_to_end(pair: OpPair) -> Reach:
 
 
 def more_at_the_ends(pair: OpPair) -> Reach:
-    """The reach of padding by constants at both ends; behind padding, that must be the same constant already."""
+    """The reach of an op that pads by constants at both ends.
+
+    Where the op pads behind the input's own padding, that padding must hold the same constant already.
+    """
     given, amounts, fill = need(pair.of("input")), list(pair.kwargs["pad"]), pair.kwargs.get("value") or 0
     if pair.kwargs.get("mode", "constant") != "constant":
         raise Unclear

@@ -21,7 +21,7 @@ def _dims_of(pair: OpPair, rank: int) -> tuple[int, ...]:
 
 
 def reduced(pair: OpPair) -> Reach:
-    """The reach of a reduction without elements known to be neutral, such as zeros in a sum or -inf in a maximum."""
+    """The reach of a reduction, less elements known to be neutral: zeros in a sum, -inf in a maximum."""
     given, neutral = need(pair.of("input")), facts_of(op_name(pair.node)).neutral
     rank = len(given.dims)
     gone, keeps = _dims_of(pair, rank), bool(pair.kwargs.get("keepdim", False))
