@@ -215,7 +215,7 @@ def _begin(theirs: Callable[..., Any], tensor: DTensor, *args: Any, **how: Any) 
 
 
 def _drawn_like(op: Callable[..., Tensor], tensor: DTensor, *args: Any, **how: Any) -> Tensor:
-    """The draws of an op that are as many as a tensor has elements: those of rank 0, and each rank its part."""
+    """What an op draws like a tensor of a parallel model: rank 0's draws, of which each rank takes its part."""
     return Storage.like(tensor).take(op(whole_of(tensor), *args, **how), True)
 
 

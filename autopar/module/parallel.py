@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -162,7 +163,9 @@ class ParallelModule(nn.Module):
             write_buffer(self, name, value)
         for hook in program.sight.idle:
             hook.run(self, state.hooks)
-        return build_outputs(program.runner.graph, left_by(self, program, outputs, bucket))
+        left = left_by(self, program, outputs, bucket)
+        _watch_beside_the_loss(program.runner.graph, left)
+        return build_outputs(program.runner.graph, left)
 
 
 def called(
@@ -198,3 +201,20 @@ def left_by(model: ParallelModule, program: SituatedProgram, outputs: list[Any],
         rows, gives = rows_of_call(graph, program.lowered.rows.inputs), state.setup.how.gives_rows
         left = own_rows(named, gives, state.parts, state.setup.mesh, rows, dist.get_rank())
     return left
+
+
+def _watch_beside_the_loss(graph: Graph, outputs: list[Any]) -> None:
+    """Let outputs beside the loss refuse `retain_grad`: they and the loss are results of one program."""
+    if graph.loss is None:
+        return
+    for i, (name, output) in enumerate(zip(graph.output_names, outputs, strict=True)):
+        if i != graph.loss and isinstance(output, Tensor) and output.requires_grad:
+            output.__dict__["retain_grad"] = functools.partial(_refuse_to_retain, name)
+
+
+def _refuse_to_retain(name: str) -> None:
+    raise NotServed(
+        f"retain_grad of the output {name!r}: the gradient of the loss does not pass it, for both are results of one "
+        "program",
+        advice="a loss outside of the model, of outputs to which its gradient then flows",
+    )

@@ -254,7 +254,7 @@
     const series = [{ label: "budget", value: (u, v) => (v === null ? "--" : size(v)) }, { label: "step", stroke: COLORS[0], width: 2, value: (u, v) => (v === null ? "--" : seconds(v)) }, { label: "bound", stroke: COLORS[3], dash: [6, 4], value: (u, v) => (v === null ? "--" : seconds(v)) }];
     new uPlot({ width: wide(), height: 260, series, axes, scales: { x: { time: false } } }, columns, by("curve"));
   }
-  const others = [...data.beside.map(([name, step, peak, fits]) => [name, step, peak, fits ? "" : "does not fit"]), ...data.meshes.map(([mesh, step, , peak, why]) => ["mesh " + mesh, step, peak, why])];
+  const others = [...data.beside.map(([name, step, peak, fits]) => [name, step, peak, fits ? "" : "over the budget before recompute"]), ...data.meshes.map(([mesh, step, , peak, why]) => ["mesh " + mesh, step, peak, why])];
   if (others.length) {
     const table = made("table");
     for (const [name, step, peak, why] of others) {

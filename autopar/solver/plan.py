@@ -218,6 +218,7 @@ class Plan:
         `.compare(profile)` the errors by kind of op. As `explain`, it needs the space.
         """
         kinds = {name: decision.op for name, decision in self.decisions.items() if decision.kind == "op"}
+        kinds |= {name: summary.ITSELF for name, decision in self.decisions.items() if decision.kind == "output"}
         return StepTimeline(tuple(self._searched("timeline").events()), kinds)
 
     def report(self, path: str | Path, budgets: int = 0) -> Path:

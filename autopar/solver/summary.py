@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 LINES, WIDTH = 15, 100
 _LABEL = 10
+ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
 _SAID = ("parallel", "bound")  # of what defaults meant, what has a line of its own
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # where there is none with a weight for sure
 _MOST = 0.9  # of the seconds of products: what holds for so many is said of all
 _SOME = 0.1
+_LARGE = 0.02  # of a peak: smaller kinds of memory are one
 _NAMES = 6  # of modules or values that are named
 _DEAREST = 5
 
@@ -72,38 +74,53 @@ def _what(plan: Plan) -> Iterator[_Line]:
 
 def _takes(plan: Plan) -> Iterator[_Line]:
     """Lines about the plan's seconds and bytes."""
-    of_step = sum(d.seconds for d in plan.decisions.values() if d.kind == "output")
-    compute = sum(d.seconds for d in plan.decisions.values()) - of_step
-    moved = sum(c.seconds for c in plan.conversions)
-    parts = [
-        (compute, "compute and optimizer"),
-        (of_step, "of a step itself"),
-        (moved - plan.beside_s, "communication in line"),
-        (plan.beside_s - plan.hidden_s, "communication that compute does not hide"),
-        (plan.recompute_s, "recompute"),
-    ]
-    said = ", ".join(f"{time(s)} {what}" for s, what in parts if s >= 0.0005 * plan.step_time_s)
-    yield "step", f"{time(plan.step_time_s)}{_expected(plan)}: {said}", 2
+    said = ", ".join(f"{time(s)} {what}" for what, s in parts_of_step(plan).items() if s >= 0.0005 * plan.step_time_s)
+    yield "step", f"{time(plan.step_time_s)}: {said}{_expected(plan)}", 3
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
-    held = ", ".join(f"{kind} {size(n)}" for kind, n in kinds if n)
+    large = [(kind, n) for kind, n in kinds if n >= _LARGE * plan.peak_bytes]
+    rest = sum(plan.memory.values()) - sum(n for _, n in large)
+    held = ", ".join(f"{kind} {size(n)}" for kind, n in [*large, ("others", rest)] if n)
     of_budget = f" of {size(plan.budget)}" if math.isfinite(plan.budget) else ""
-    yield "memory", f"{size(plan.peak_bytes)}{of_budget} at the {plan.peak_at}: {held}", 2
+    yield "memory", f"{size(plan.peak_bytes)}{of_budget} at the {plan.peak_at}: {held}", 3
     within = " within the budget" if math.isfinite(plan.budget) else ""
     if pinned := dict(plan.defaults).get("bound"):
         within += f" {pinned.removeprefix('of plans ').replace('that keep', 'that keeps')}"
     yield "bound", f"no plan{within} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 2
-    yield "beside", _beside(plan), 2
+    if beside := _beside(plan):
+        yield "beside", beside, 2
     yield "dearest", _dearest(plan), 2
+
+
+def parts_of_step(plan: Plan) -> dict[str, float]:
+    """The seconds of a step by what they are spent on, in words; they add up to the step's."""
+    of_kind = defaultdict[str, float](float)
+    for d in plan.decisions.values():
+        of_kind[d.kind] += d.seconds
+    optimizer, of_step = of_kind.pop("parameter", 0.0), of_kind.pop("output", 0.0)
+    return {
+        "compute": sum(of_kind.values()),
+        "optimizer": optimizer,
+        ITSELF: of_step,
+        "communication in line": sum(c.seconds for c in plan.conversions) - plan.beside_s,
+        "exposed communication": plan.beside_s - plan.hidden_s,
+        "recompute": plan.recompute_s,
+    }
+
+
+def sources_of(plan: Plan, least: float) -> str:
+    """The sources of a step's seconds in words: of those that give `least` of them, each with its share."""
+    total = sum(plan.sources.values())
+    shares = sorted(((s / total, FROM[name]) for name, s in plan.sources.items() if s >= least * total), reverse=True)
+    return shares[0][1] if len(shares) == 1 else ", ".join(f"{share:.0%} {name}" for share, name in shares)
 
 
 def _expected(plan: Plan) -> str:
     """Text about the seconds between which a measured step is expected; "" without sources."""
-    total = sum(plan.sources.values())
-    if not total:
+    if not sum(plan.sources.values()):
         return ""
-    source = max(plan.sources, key=lambda name: plan.sources[name])
     low, high = plan.step_interval_s
-    return f" (to be measured: {time(low)} to {time(high)} in nine of ten; seconds {FROM[source]})"
+    rates = ", whose rates no step reaches" if plan.step_time_s < low else ""
+    return f"; expect {time(low)} to {time(high)} in nine of ten, {sources_of(plan, _SOME)}{rates}"
 
 
 def _warnings(plan: Plan) -> Iterator[_Line]:
@@ -132,17 +149,19 @@ def _said(plan: Plan) -> Iterator[_Line]:
 
 
 def _beside(plan: Plan) -> str:
-    """Text about the plans of presets on the same mesh, or how to ask for them."""
-    known = plan.search.known_beside if plan.search is not None else None
+    """Text about the plans of presets on the same mesh, or how to ask for them; "" where they cannot be asked for."""
+    if plan.search is None:
+        return ""  # of a plan that was loaded nothing more can be asked
+    known = plan.search.known_beside
     if known is None:
-        return "plan.beside() plans the same model under dp, zero3 and megatron"
+        return "plan.beside(), or --beside, plans the same model under dp, zero3 and megatron"
     return "; ".join(map(_of_rival, known))
 
 
 def _of_rival(rival: Beside) -> str:
     if rival.why:
         return f"{rival.name} {rival.why}"
-    fits = "" if rival.fits else ", does not fit"
+    fits = "" if rival.fits else ", over the budget before recompute"
     return f"{rival.name} {time(rival.step_time_s)} ({size(rival.peak_bytes)}{fits})"
 
 
@@ -150,7 +169,7 @@ def _dearest(plan: Plan) -> str:
     """The places that take most of the step, with those of all layers added up."""
     seconds: dict[str, float] = defaultdict(float)
     for name, d in plan.decisions.items():
-        seconds[_short(name)] += d.seconds
+        seconds[ITSELF if d.kind == "output" else _short(name)] += d.seconds
     for c in plan.conversions:
         seconds[f"{_short(c.source)} -> {_short(c.target)}"] += c.seconds
     dearest = sorted(seconds.items(), key=lambda pair: -pair[1])[:_DEAREST]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from autopar.graph.layers import folded
 from autopar.letters import BadPlan
-from autopar.sharding.certainty import FROM, resolution
+from autopar.sharding.certainty import resolution
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice
 from autopar.solver.decision import Conversion
 from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
-from autopar.solver.summary import verdict
+from autopar.solver.summary import ITSELF, parts_of_step, sources_of, verdict
 
 if TYPE_CHECKING:
     from autopar.solver.curve import Curve, CurvePoint
@@ -205,9 +205,8 @@ def public_name(op: str) -> str:
 
 def _head(plan: Plan) -> list[str]:
     """Lines about devices, step time, bound and memory."""
-    compute = sum(d.seconds for d in plan.decisions.values())
-    moved = sum(c.seconds for c in plan.conversions)
-    exposed = time(plan.beside_s - plan.hidden_s)
+    parts = {what: time(s) for what, s in parts_of_step(plan).items()}
+    itself = f"{parts[ITSELF]} {ITSELF}, " if plan.step_time_s and parts_of_step(plan)[ITSELF] else ""
     dtypes = f", computes in {plan.precision[0]}, reduces in {plan.precision[1]}" if plan.precision else ""
     made = ", compiled" if plan.compiled else ""
     batches = f" ({plan.accumulation} micro-batches)" if plan.accumulation > 1 else ""
@@ -221,9 +220,10 @@ def _head(plan: Plan) -> list[str]:
     held = ", ".join(f"{kind} {size(n)}" for kind, n in kinds if n)
     return [
         f"plan for {plan.mesh.size} devices, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}{made}",
-        f"step      {time(plan.step_time_s)} a step: {time(compute)} compute and optimizer{batches}, "
-        f"{time(moved - plan.beside_s)} communication in line, {exposed} exposed of {time(plan.beside_s)} beside "
-        f"compute, {_recomputing(plan)}",
+        f"step      {time(plan.step_time_s)} a step: {parts['compute']} compute{batches}, {parts['optimizer']} "
+        f"optimizer, {itself}{parts['communication in line']} communication in line, "
+        f"{parts['exposed communication']} exposed of {time(plan.beside_s)} beside compute, "
+        f"{_recomputing(plan)}",
         *_certainty(plan),
         f"bound     {time(plan.lower_bound_s)} at least for any plan of this model on this mesh{pinned}{within}: gap "
         f"{plan.gap:.2%}",
@@ -233,12 +233,10 @@ def _head(plan: Plan) -> list[str]:
 
 def _certainty(plan: Plan) -> list[str]:
     """A line about the interval of a measured step's seconds and their sources; none without sources."""
-    total = sum(plan.sources.values())
-    if not total:
+    if not sum(plan.sources.values()):
         return []
     low, high = plan.step_interval_s
-    parts = [f"{s / total:.0%} {FROM[source]}" for source, s in plan.sources.items() if s >= 0.005 * total]
-    return [f"expected  {time(low)} to {time(high)} in nine of ten: seconds are {', '.join(parts)}"]
+    return [f"expected  {time(low)} to {time(high)} in nine of ten: seconds are {sources_of(plan, 0.005)}"]
 
 
 def _recomputing(plan: Plan) -> str:

@@ -216,6 +216,7 @@ WRONG = {
     "a checkpoint around what draws": (lambda: checkpointed(use_reentrant=False), NotServed, "a second time"),
     "the older kind of it": (lambda: checkpointed(use_reentrant=True), NotServed, "a second time"),
     "a gradient beside the loss": (lambda: make()(X)["logits"].sum().backward(), NotServed, "lowered for the loss"),
+    "a gradient kept beside the loss": (lambda: make()(X)["logits"].retain_grad(), NotServed, "does not pass it"),
     "a forward of the object": (
         lambda: autopar.autoparallelize(own_forward(), (X,), mesh=2),
         NotServed,
