@@ -273,6 +273,8 @@ def _read(
     if plan is None:
         asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
         request = Request(**asked)
+        if request.mesh is not None:
+            DeviceMesh.of(request.mesh).check_world(world_size())  # before a search that would take a while
     else:
         request = Request.of(plan, **planning, outputs=outputs)
     with reads_of(model) as reads:

@@ -137,7 +137,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="file.py:build, which returns a model or (model, inputs); a configuration such as gpt2 or llama-3-8b; or "
         "the path of a Hugging Face config.json",
     )
-    parser.add_argument("--inputs", default="", help="batch=8,seq=1024; of a file.py: x=8x512,labels=8:int64")
+    parser.add_argument(
+        "--inputs", default="", help="batch=8,seq=512 (which is the default); of a file.py: x=8x512,labels=8:int64"
+    )
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:

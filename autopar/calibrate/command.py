@@ -11,10 +11,12 @@ from autopar.calibrate.calibration import calibrate, merged
 from autopar.calibrate.collectives import SIZES, pairs
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.workloads import WORKLOADS
-from autopar.letters import BadSharding
+from autopar.letters import BadSharding, NotServed
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.topology import logical_mesh
+
+_FEWEST = 2  # sizes of messages, whose seconds give a start and a rate
 
 
 def measure(
@@ -30,7 +32,12 @@ def measure(
     except BadSharding:
         raise BadSharding(f"--mesh {shape} is not a shape", advice="--mesh 2x4") from None
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    sizes = [s for s in SIZES if s <= largest] or SIZES[:2]
+    sizes = [s for s in SIZES if s <= largest]
+    if len(sizes) < _FEWEST:
+        raise NotServed(
+            f"--largest {largest}: two sizes of messages are measured at least",
+            advice=f"--largest {SIZES[_FEWEST - 1]}",
+        )
     about = f"torch {version('torch')}, {dist.get_world_size()} ranks, mesh {mesh}, {device}, {sizes}, ops {with_ops}"
     stages = Stages(f"{out}.part", about)
     cluster = calibrate(

@@ -72,18 +72,18 @@ class Told:
         plan = self.plan
         around = {module.rpartition(".")[0] for module in self.styles}
         for axis, kind in enumerate(self.kinds):
-            n, seconds = plan.mesh.shape[axis], dict[str, float]()
+            n, seconds, along = plan.mesh.shape[axis], dict[str, float](), plan.mesh.axes[axis]
             for name, d in plan.decisions.items():
                 module, cut = folded(name.rpartition("/")[0]), cut_of(d, axis) if d.kind == "op" else "nothing"
                 if kind == "tensor":
                     is_lost = cut != "nothing" and module not in self.styles and not _is_within(module, around)
-                    where = "along the tensor axis, and whole on each device there"
+                    where, more = "along the tensor axis, and whole on each device there", d.seconds
                 else:
                     is_lost = cut == "weights" and _has_weight(d.op)
-                    where = "along a data axis, and gathered there"
+                    where, more = f"along the data axis {along}, and gathered there, where rows are cut", 0.0
                 if is_lost and d.seconds:
                     what = f"{folded(name)}: {cut} over {n} {where}"
-                    seconds[what] = seconds.get(what, 0.0) + d.seconds
+                    seconds[what] = seconds.get(what, 0.0) + more
             yield from (Unsaid(what, (n - 1) * s) for what, s in seconds.items())
         if plan.recomputed:
             what = f"recompute of {len(plan.recomputed)} values: whole blocks are made again there"

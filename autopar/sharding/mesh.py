@@ -107,6 +107,14 @@ class DeviceMesh:
             raise BadSharding(f"{names!r} are not axes of the mesh in its order", seen=f"mesh {self}")
         return DeviceMesh(tuple(self.shape[a] for a in chosen), tuple(self.axes[a] for a in chosen))
 
+    def check_world(self, ranks: int) -> None:
+        """Raise a letter where a job has another number of ranks than the mesh has devices."""
+        if ranks != self.size:
+            raise Disagreement(
+                f"mesh {self} has {self.size} devices, the world has {ranks} ranks",
+                advice=f"torchrun --nproc-per-node {self.size}, or another mesh",
+            )
+
     def to_torch(self, device_type: str) -> torch.distributed.device_mesh.DeviceMesh:
         """The DeviceMesh of torch over the same ranks; it needs a process group of exactly this size.
 
@@ -114,12 +122,7 @@ class DeviceMesh:
         """
         import torch.distributed  # here, for start-up time: meshes are planned for without torch
 
-        ranks = torch.distributed.get_world_size()
-        if ranks != self.size:
-            raise Disagreement(
-                f"mesh {self} has {self.size} devices, the world has {ranks} ranks",
-                advice=f"torchrun --nproc-per-node {self.size}, or another mesh",
-            )
+        self.check_world(torch.distributed.get_world_size())
         if any(list(group) != sorted(group) for axis in self.axes for group in self.groups(axis)):
             raise NotServed(
                 f"mesh {self} has ranks that do not ascend along an axis: torch's groups do",
