@@ -12,13 +12,14 @@ timeout.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
 
 from autopar.letters import NotServed
 from autopar.module.checkpoint import whole
@@ -26,7 +27,7 @@ from autopar.module.storage import Storage
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.ours import is_ours
 from autopar.runtime.patches import answer_draws, answer_reads, begin_as_whole, replace_methods, replace_property
-from autopar.runtime.private import local_part
+from autopar.runtime.private import like_part, local_part, without_torch_function
 
 _READS = ("numpy", "tolist", "__array__", "__format__")
 _VIEWS = tuple(
@@ -46,6 +47,7 @@ _OPERATORS = tuple(
     f"__{name}__"
     for name in "eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv pow matmul and or xor".split()
 )
+_ABOUT = frozenset("dim size stride numel element_size is_floating_point is_complex storage_offset __len__".split())
 _PIECE = "_autopar_piece"
 
 
@@ -65,6 +67,7 @@ def read_and_write_as_whole() -> None:
     replace_methods(_VIEWS, _looked_at)
     replace_methods(_WRITES, _written)
     replace_methods(_OPERATORS, _met)
+    replace_methods(("full_tensor", "to_local"), _up_to_date)
     replace_methods(("__setitem__",), lambda name, theirs: _set_item)
     replace_property("data", _set_data)
     begin_as_whole(is_ours, _begin)
@@ -72,9 +75,16 @@ def read_and_write_as_whole() -> None:
 
 def whole_of(tensor: DTensor) -> Tensor:
     """The tensor in full on every rank; raises a letter where other ranks do not join in."""
+    _refresh(tensor)
+    return _gathered(tensor)
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    """The tensor in full, as its parts are."""
     with naming_the_lost("a read of a parameter, a gradient or an output, which all ranks make"), torch.no_grad():
         summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
-        return whole(tensor.redistribute(placements=summed))
+        parts = like_part(local_part(tensor), tensor)  # of no base, where the tensor is a piece
+        return whole(parts.redistribute(placements=summed))
 
 
 def store(tensor: DTensor, full: Tensor, of_rank_0: bool = False) -> None:
@@ -103,6 +113,16 @@ def _read(name: str, theirs: Any) -> Any:
     return read
 
 
+def _up_to_date(name: str, theirs: Any) -> Any:
+    """A method of DTensor itself, of which a piece is what its base holds now."""
+
+    def give(self: DTensor, *args: Any, **how: Any) -> Any:
+        _refresh(self)
+        return theirs(self, *args, **how)
+
+    return give
+
+
 def _looked_at(name: str, theirs: Any) -> Any:
     """A method that views a tensor; where it copies, its result remembers the tensor that it comes from."""
 
@@ -117,7 +137,7 @@ def _looked_at(name: str, theirs: Any) -> Any:
             return made
         for place, one in enumerate(made) if isinstance(made, (tuple, list)) else ((None, made),):
             if isinstance(one, DTensor) and (_piece_of(self) is not None or not _shares(one, self)):
-                one.__dict__[_PIECE] = _Piece(self, _looking(name, args, how, place))
+                _mark(one, _Piece(self, _looking(name, args, how, place)))
         return made
 
     return look
@@ -145,11 +165,8 @@ def _written(name: str, theirs: Any) -> Any:
             return self
         if _piece_of(self) is not None:
             _may_write(self)
-            _refresh(self)
         with _naming_a_plain_one(name, self, "x.copy_(x.full_tensor() * mask), for copy_ takes a tensor that is whole"):
-            made = theirs(self, *args, **how)
-        _hand_on(self)
-        return made
+            return theirs(self, *args, **how)
 
     return write
 
@@ -226,11 +243,56 @@ def _in_full(value: Any) -> Any:
     return type(value)(map(_in_full, value)) if type(value) in (tuple, list) else value
 
 
+class PieceTensor(DTensor):
+    """A piece of a cut tensor: every op on it, however it is called, finds and leaves it as a view in eager would be.
+
+    Its values are those that its base holds now, and what is written to it is written to its base.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        how, name = kwargs or {}, getattr(op, "__name__", "")
+        with without_torch_function():
+            if name == "__get__" or name in _ABOUT:
+                about = op(*args, **how)
+                if getattr(op, "__self__", None) is Tensor.data:  # a piece of the piece, as large
+                    _mark(about, _Piece(args[0], lambda full: full))
+                return about
+            for piece in _pieces_in((args, how)):
+                _refresh(piece)
+            made = op(*args, **how)
+            for piece in _pieces_in(_written_by(name, args, how)):
+                _hand_on(piece)
+        return made
+
+
+def _mark(one: DTensor, piece: _Piece) -> None:
+    """Let a copy that torch has made be a piece of a tensor."""
+    one.__dict__[_PIECE] = piece
+    if type(one) is DTensor:
+        one.__class__ = PieceTensor
+
+
+def _pieces_in(values: Any) -> list[DTensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, PieceTensor)]
+
+
+def _written_by(name: str, args: Sequence[Any], how: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a function or method writes to, by its name: `add_`, `_foreach_mul_`, `constant_`."""
+    ends = name.endswith("_") and not name.startswith("__") and name not in _STAY
+    first = args[0] if args else how.get("tensor", how.get("input"))
+    return [first if ends or name in _WRITES or how.get("inplace") is True else None, how.get("out")]
+
+
 def _refresh(tensor: DTensor) -> None:
-    """Update a piece from its base, which may have been written since the piece was made."""
+    """Update a piece from its base, which may have been written since; not where gradients of the piece are recorded.
+
+    There its values may be kept for backward.
+    """
     piece = _piece_of(tensor)
-    if piece is not None:
-        _refresh(piece.base)
+    if piece is not None and not tensor.requires_grad:
         with torch.no_grad():
             seen = piece.look(whole_of(piece.base))
             local_part(tensor).copy_(Storage.like(tensor).take(seen, False).to_local())
@@ -240,9 +302,10 @@ def _hand_on(tensor: DTensor) -> None:
     """Write a piece back into its base."""
     piece = _piece_of(tensor)
     if piece is not None:
+        written = _gathered(tensor).clone()  # before the base is, with which it may share memory
         full = whole_of(piece.base).clone()
         with torch.no_grad():
-            piece.look(full).copy_(whole_of(tensor))
+            piece.look(full).copy_(written)
         store(piece.base, full)
 
 

@@ -149,6 +149,12 @@ def local_part(tensor: Any) -> torch.Tensor:
     return local
 
 
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Around ops on tensors of a class with a `__torch_function__`, which is not asked inside."""
+    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found
+
+
 def like_part(local: torch.Tensor, other: DTensor) -> DTensor:
     """A local part as a DTensor with the layout of another one of the same dtype; without autograd."""
     made: DTensor = DTensor(local, other._spec, requires_grad=False)  # torch's own constructor

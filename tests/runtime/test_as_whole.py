@@ -199,6 +199,36 @@ def blocks_begun_anew(m):
 
 
 @line
+def held_pieces(m):
+    w = m.e.weight.data
+    row, some, (first, _) = w[1], w[4:7], w.chunk(2)
+    w.mul_(3.0)
+    seen = [float(row.sum()), (some * 2).norm().item(), some.max().item(), torch.dot(row, row).item()]
+    first.add_(1.0)
+    return torch.tensor([*seen, row.mean().item(), float(some.std()), first[1:3].sum().item()])
+
+
+@line
+def pieces_by_functions(m):
+    w = m.e.weight.data
+    torch.relu_(w[1:3])
+    torch.clamp_(w[3], -0.1, 0.1)
+    F.relu(w[4], inplace=True)
+    torch.mul(w[5], 2.0, out=w[5])
+    torch._foreach_mul_([w[6], w[7]], 3.0)
+    w[8].data.fill_(2.0)
+    torch.sub(w[9], 1.0, out=w[0])
+    return m.e.weight
+
+
+@line
+def a_row_that_trains(m):
+    row = m.e.weight[3]
+    (row.pow(2).sum() + row.norm() + row.exp().mean()).backward()
+    return m.e.weight.grad
+
+
+@line
 def what_is_read_changes_nothing(m):
     row = m.e.weight[3].detach().clone()
     row.zero_()
