@@ -50,14 +50,14 @@ class Needs:
 
     @staticmethod
     def of(graph: Graph, request: Request) -> Needs:
-        sizes = {name: type_of(node).nbytes for name, node in graph.parameters.items()}
+        computed = getattr(torch, request.precision.param).itemsize if request.precision is not None else None
         blocks: dict[str, int] = {}
-        for name, nbytes in sizes.items():
-            place = innermost_block(name) or name
+        for name, node in graph.parameters.items():
+            place, type_ = innermost_block(name) or name, type_of(node)
+            nbytes = type_.nbytes if computed is None else type_.nbytes // type_.itemsize * computed
             blocks[place] = blocks.get(place, 0) + nbytes
-        narrow = getattr(torch, request.precision.param).itemsize / 4 if request.precision is not None else 1.0
         states = bytes_that_stand(graph, request.optimizer)
-        return Needs(graph, states, 2 * narrow * max(blocks.values(), default=0))
+        return Needs(graph, states, 2.0 * max(blocks.values(), default=0))
 
     def on(self, kind: str, request: Request) -> Fit:
         """The fewest devices of a kind on which the step fits: in the budget, or in memory less a reserve."""
