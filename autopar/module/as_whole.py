@@ -27,7 +27,7 @@ from autopar.module.storage import Storage
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.ours import is_ours
 from autopar.runtime.patches import answer_draws, answer_reads, begin_as_whole, replace_methods, replace_property
-from autopar.runtime.private import like_part, local_part, without_torch_function
+from autopar.runtime.private import like_part, local_part, without_subclass_functions
 
 _READS = ("numpy", "tolist", "__array__", "__format__")
 _VIEWS = tuple(
@@ -254,7 +254,7 @@ class PieceTensor(DTensor):
     @classmethod
     def __torch_function__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         how, name = kwargs or {}, getattr(op, "__name__", "")
-        with without_torch_function():
+        with without_subclass_functions():
             if name == "__get__" or name in _ABOUT:
                 about = op(*args, **how)
                 if getattr(op, "__self__", None) is Tensor.data:  # a piece of the piece, as large

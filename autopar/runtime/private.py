@@ -78,6 +78,8 @@ FUNCTIONS_OF_C = {
     "C.": torch._C._VariableFunctions,
 }
 without_torch_functions = torch._C.DisableTorchFunction  # a context in which no function mode sees anything
+# a context in which no class of tensors sees anything, but modes do
+without_subclass_functions = torch._C.DisableTorchFunctionSubclass
 without_modes = _disable_current_modes  # a context in which no mode sees anything
 is_transform_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp
 
@@ -147,12 +149,6 @@ def local_part(tensor: Any) -> torch.Tensor:
     """The local part of a DTensor, in the same memory, without autograd."""
     local: torch.Tensor = tensor._local_tensor.detach()
     return local
-
-
-def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Around ops on tensors of a class with a `__torch_function__`, which is not asked inside."""
-    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return found
 
 
 def like_part(local: torch.Tensor, other: DTensor) -> DTensor:

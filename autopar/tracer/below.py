@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 VALUE_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
-class Below(FakeTensorMode):
+class DispatchMode(FakeTensorMode):
     """A fake mode that also tells the recorder what cannot be seen from above."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -29,7 +29,7 @@ from autopar.runtime.patches import fake_errors_told_once
 from autopar.runtime.private import TRACING, clean_room
 from autopar.tracer.changes import Number
 from autopar.tracer.fakes import Fakes, sharing
-from autopar.tracer.functions import Above
+from autopar.tracer.functions import FunctionMode
 from autopar.tracer.passes import canonicalise
 from autopar.tracer.place import defined
 from autopar.tracer.precision import Precision, computing_in, sink
@@ -187,7 +187,7 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
     recorder.names.sharing |= sharing(given, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
     with Fakes(recorder.below).swapped_into(call.root, recorder):
         recorder.hooks.watch(call.root)
-        with refusing_higher_order_ops(recorder), captured(recorder), recorder.place.followed(), Above(recorder):
+        with refusing_higher_order_ops(recorder), captured(recorder), recorder.place.followed(), FunctionMode(recorder):
             with computing_in(call.precision, recorder) as casts:
                 outputs = _forward(dataclasses.replace(call, args=args, kwargs=kwargs))
             recorder.changes.notice()

@@ -27,14 +27,22 @@ from autopar.runtime.patches import OVERRIDE_CHECKS, without_override_checks
 from autopar.runtime.private import ASSERTIONS, is_transform_active
 from autopar.tracer import branches
 from autopar.tracer.call import name_of
-from autopar.tracer.recorder import IN_PLACE, QUERIES, REFUSED, SHAPES, TURNED, VALUES, Recorder
+from autopar.tracer.recorder import Recorder
 from autopar.tracer.respelled import RESPELLED
+from autopar.tracer.torch_functions import (
+    IN_PLACE_OPERATORS,
+    QUERIES,
+    READ_VALUES,
+    REFUSED,
+    RESHAPED_IN_PLACE,
+    SHAPED_BY_VALUES,
+)
 from autopar.tracer.writes import in_place, into, refuse_generator, turned
 
 Handler = Callable[[Recorder, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Above(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     """The function mode of a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -84,7 +92,7 @@ def refusing(what: str, advice: str) -> Handler:
     return refuse
 
 
-def value(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def answer_value(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle a question about a tensor's values."""
     return branches.answer(recorder, function, args[0])
 
@@ -100,12 +108,12 @@ def shown(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
     return function(*args, **kwargs)
 
 
-def shape(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def refuse_shape(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse a function whose result has a shape that depends on values."""
     raise recorder.depends_on_values(function, args)
 
 
-def attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record_attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle an attribute of a tensor: x.shape, x.T, x.grad."""
     result = recorder.execute(function, args, kwargs)
     if isinstance(result, Tensor):
@@ -116,7 +124,7 @@ def attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     return result
 
 
-def op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle a function that computes, under autocast with its casts."""
     if recorder.casts.on():
         return recorder.casts.call(function, args, kwargs)
@@ -138,7 +146,7 @@ def op_or_write(position: int) -> Handler:
 
     def call(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_write = kwargs.get("inplace", args[position] if len(args) > position else False)
-        return (in_place if is_write else op)(recorder, function, args, kwargs)
+        return (in_place if is_write else record_op)(recorder, function, args, kwargs)
 
     return call
 
@@ -177,7 +185,7 @@ def opened(function: types.FunctionType) -> Handler:
             return plain_op(recorder, function, args, kwargs)
         running.append(function)
         try:
-            with without_override_checks(asks_torch), Above(recorder):
+            with without_override_checks(asks_torch), FunctionMode(recorder):
                 return body(*args, **kwargs)
         finally:
             running.pop()
@@ -189,8 +197,8 @@ def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     """Handle a function that reads values or draws inside: its respelled form is recorded instead."""
     spelled, is_asked = RESPELLED[function]
     if not is_asked(args, kwargs):
-        return op(recorder, function, args, kwargs)
-    with Above(recorder):
+        return record_op(recorder, function, args, kwargs)
+    with FunctionMode(recorder):
         return spelled(*args, **kwargs)
 
 
@@ -198,11 +206,11 @@ def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     """Handle x[i, 0, j]: integers and scalar tensors select before other tensors index."""
     tensor, items = args[0], _items(args[1])
     if not _choose_first(items):
-        return op(recorder, function, args, kwargs)
+        return record_op(recorder, function, args, kwargs)
     row, kept = _chosen(recorder, tensor, items)
     if not kept:
         return row
-    with Above(recorder):
+    with FunctionMode(recorder):
         return row[tuple(kept)]
 
 
@@ -213,7 +221,7 @@ def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
         in_place(recorder, function, args, kwargs)
         return
     row, kept = _chosen(recorder, tensor, items)
-    with Above(recorder):
+    with FunctionMode(recorder):
         row[tuple(kept)] = value
 
 
@@ -237,14 +245,14 @@ def _chosen(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> tuple[T
         is_behind = Ellipsis in map(_plain, kept)
         dim = tensor.dim() - sum(map(_dims_of, items[k:])) if is_behind else sum(map(_dims_of, kept))
         if _is_one_number(item):
-            with Above(recorder):
+            with FunctionMode(recorder):
                 place = item.clone()  # nobody writes to it: the row stays where it is
             row = recorder.execute(Tensor.select, (tensor, dim, 0), {})
             recorder.record(Tensor.__getitem__, (tensor, (*[slice(None)] * dim, place)), {}, row)
             recorder.values.looked_up[id(row)] = recorder.node(item), dim
             tensor = row
         elif _is_int(item):
-            with Above(recorder):
+            with FunctionMode(recorder):
                 tensor = tensor.select(dim, item)
         else:
             kept.append(item)
@@ -280,9 +288,9 @@ def assertion(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(QUERIES, query),
     **{function: refusing(what, advice) for function, (what, advice) in REFUSED.items()},
-    **dict.fromkeys(VALUES, value),
-    **dict.fromkeys(SHAPES, shape),
-    **dict.fromkeys(TURNED, turned),
+    **dict.fromkeys(READ_VALUES, answer_value),
+    **dict.fromkeys(SHAPED_BY_VALUES, refuse_shape),
+    **dict.fromkeys(RESHAPED_IN_PLACE, turned),
     **dict.fromkeys(RESPELLED, respelled),
     **dict.fromkeys(ASSERTIONS, assertion),
     Tensor.__getitem__: looked_up,
@@ -302,7 +310,7 @@ def _by_form(function: Any) -> Handler:
     """The handler for a function that has none of its own, by its name and code."""
     name = name_of(function)
     if name == "__get__":
-        return attribute
+        return record_attribute
     if name == "__set__" and function.__self__.__name__ == "_backward_hooks":  # autograd clears them after a write
         return query
     if name == "__set__":
@@ -311,10 +319,10 @@ def _by_form(function: Any) -> Handler:
         code = function.__code__
         if function not in SPELLINGS and any(check in code.co_names for check in OVERRIDE_CHECKS):
             return opened(function)
-    if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+    if name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         return in_place
     if isinstance(function, types.FunctionType):
         parameters = list(code.co_varnames[: code.co_argcount])
         if "inplace" in parameters:
             return op_or_write(parameters.index("inplace"))
-    return op
+    return record_op

@@ -27,7 +27,7 @@ from autopar.ops.entry import SPELLINGS, WRITES, Apply, facts_of
 from autopar.ops.lookup import lookup
 from autopar.runtime.private import FakeTensor, without_torch_functions
 from autopar.tracer.assumptions import Assumptions
-from autopar.tracer.below import VALUE_ERRORS, Below
+from autopar.tracer.below import VALUE_ERRORS, DispatchMode
 from autopar.tracer.call import RunningCall, name_of, tensors_in
 from autopar.tracer.casts import Casts
 from autopar.tracer.changes import Changes
@@ -38,114 +38,12 @@ from autopar.tracer.precision import Precision
 from autopar.tracer.program import Recording
 from autopar.tracer.values import Values
 
-_T = Tensor
-QUERIES = frozenset(
-    {
-        _T.size,
-        _T.dim,
-        _T.numel,
-        _T.stride,
-        _T.is_floating_point,
-        _T.is_complex,
-        _T.is_contiguous,
-        _T.element_size,
-        _T.__len__,
-        _T.storage_offset,
-        _T.ndimension,
-        _T.get_device,
-        _T.__hash__,
-        _T.nelement,
-        _T.is_signed,
-        _T.is_same_size,
-        _T.is_inference,
-        _T.dim_order,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-        torch.is_tensor,
-        torch.is_same_size,
-        torch.is_grad_enabled,
-        torch.get_default_dtype,
-        torch.result_type,
-        torch.can_cast,
-        torch.promote_types,
-        torch.iinfo,
-        torch.finfo,
-    }
-)
-REFUSED = {
-    **dict.fromkeys(
-        (_T.register_hook, _T.retain_grad, _T.register_post_accumulate_grad_hook),
-        ("a hook on a tensor inside the model would be lost", "hooks on parameters of the parallel model"),
-    ),
-    **dict.fromkeys(
-        (_T.backward, torch.autograd.grad, torch.autograd.backward),
-        (
-            "a derivative is taken inside the model, which a graph of its forward cannot hold",
-            "the loss as an output; of a penalty on gradients torch.func.grad, whose ops are captured",
-        ),
-    ),
-    **dict.fromkeys(
-        (_T.set_, _T.resize_, _T.resize_as_, _T.detach_, _T.as_strided_, _T.data.__set__, _T.grad.__set__),
-        ("a tensor is given another shape or storage in place", "the form that returns a new tensor"),
-    ),
-    **dict.fromkeys(
-        (_T.apply_, _T.map_, _T.map2_), ("a Python function is called for each element", "torch functions")
-    ),
-    **dict.fromkeys(
-        (_T.as_strided, torch.as_strided),
-        ("as_strided reads a tensor by its memory layout, which a plan may change", "narrow, view or index"),
-    ),
-    **dict.fromkeys(
-        (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.storage),
-        ("the model leaves torch with a tensor's memory", "torch functions"),
-    ),
-}
-TURNED = frozenset(
-    {_T.swapaxes_, _T.swapdims_, _T.transpose_, _T.t_, _T.squeeze_, _T.unsqueeze_}
-)  # another shape in place, the same numbers
-VALUES = frozenset({_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__})
-SHAPES = frozenset(
-    {
-        _T.nonzero,
-        torch.nonzero,
-        torch.argwhere,
-        _T.argwhere,
-        torch.masked_select,
-        _T.masked_select,
-        torch.unique,
-        _T.unique,
-        torch.unique_consecutive,
-        _T.unique_consecutive,
-        torch.bincount,
-        _T.bincount,
-    }
-)
 SAYS_ITS_SHAPE = {  # a call with the same result, whose shape does not depend on values
     "one_hot": "one_hot(x, num_classes=n)",
     "tensor_split": "tensor_split(x, [i, j, ...]), with a list of numbers",
     "repeat_interleave": "repeat_interleave(x, counts, output_size=n), or one count for all",
     "bincount": "one_hot(x, num_classes=n).sum(0)",
 }
-IN_PLACE = frozenset(
-    f"__{n}__"
-    for n in (
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "ipow",
-        "imod",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-        "setitem",
-        "idiv",
-    )
-)
 
 
 class Recorder:
@@ -164,7 +62,7 @@ class Recorder:
         self.changes = Changes(self)
         self.casts = Casts(self)
         self.hooks = Hooks(self)
-        self.below = Below(self)
+        self.below = DispatchMode(self)
         self.last_letter: NotCaptured | None = None  # TorchScript swallows what is raised inside it
         self.detached_below: list[fx.Node] = []
 

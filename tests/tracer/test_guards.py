@@ -49,7 +49,7 @@ def off(monkeypatch):
 @pytest.fixture
 def outsiders_are_constants(monkeypatch):
     """A tracer without the guard: a tensor that it does not know is copied into the graph."""
-    call = functions.Above.__torch_function__
+    call = functions.FunctionMode.__torch_function__
 
     def permissive(self, function, types, args=(), kwargs=None):
         def known(value):
@@ -66,7 +66,7 @@ def outsiders_are_constants(monkeypatch):
         args, kwargs = pytree.tree_map(known, (args, kwargs or {}))
         return call(self, function, types, args, kwargs)
 
-    monkeypatch.setattr(functions.Above, "__torch_function__", permissive)
+    monkeypatch.setattr(functions.FunctionMode, "__torch_function__", permissive)
 
 
 # 1
@@ -114,7 +114,7 @@ def branches_off(x):
 
 
 def test_3_a_write_inside_torchscript_is_lost_without_the_watch_below(off):
-    off(below.Below, "record", lambda *_: None)
+    off(below.DispatchMode, "record", lambda *_: None)
 
     def writes(m, x):
         h = x @ m.weight
