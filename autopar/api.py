@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from autopar.arguments import backend_name, check_pad_to, check_timeout, refuse_unserved
 from autopar.codegen import lower
 from autopar.codegen.checked import check_plan
-from autopar.codegen.parts import NO_ROWS, rows_of
+from autopar.codegen.local_inputs import NO_ROWS, rows_of
 from autopar.graph.calls import Call, as_call
 from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, Infeasible, NotServed
 from autopar.module import How, ParallelModule, Source, parallelise
 from autopar.module.attributes import reads_of
-from autopar.module.own_rows import outputs_of_rows
+from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.reads import Reads
 from autopar.needs import with_remedies
 from autopar.report import write_report

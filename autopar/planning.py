@@ -25,7 +25,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import budget_for, size
 from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
-from autopar.solver.standing import refuse_below
+from autopar.solver.standing_bytes import refuse_below
 from autopar.space.constraints import Preset
 from autopar.space.presets import preset_of, said_of, window_of
 from autopar.space.saved import bytes_that_stand

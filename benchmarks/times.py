@@ -41,7 +41,7 @@ from autopar.calibrate.workloads import WORKLOADS
 from autopar.letters import BadPreset
 from autopar.sharding.mesh import DeviceMesh as Mesh
 from autopar.solver import solve
-from autopar.solver.chosen import plan_of
+from autopar.solver.plan_of_choices import plan_of
 from autopar.solver.points import Points
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings

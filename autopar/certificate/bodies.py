@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import kernels
 from autopar.kernels import backend
-from autopar.kernels.over import pure
+from autopar.kernels.buffer_reuse import pure
 from autopar.runtime.private import TRACING, FakeTensorMode, clean_room, function_of
 
 _OURS = "autopar::"

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.halves import extract
-from autopar.kernels.over import pure
+from autopar.kernels.buffer_reuse import pure
 from autopar.runtime.private import OpOverload
 from autopar.runtime.random import IN_TORCH_OPS
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.codegen.forms import OpOnDevice, form_of
-from autopar.codegen.parts import NO_ROWS, OwnRows, from_rows, sharding_of_rows
+from autopar.codegen.local_inputs import NO_ROWS, OwnRows, from_rows, sharding_of_rows
 from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan

@@ -17,10 +17,10 @@ from autopar.codegen.halves import Joint
 from autopar.codegen.joint import lower_jointly
 from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
-from autopar.codegen.parts import NO_ROWS, OwnRows, sharding_of_rows
+from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.schedule import Read
-from autopar.codegen.turns import Ending, in_two, lowered_ending
+from autopar.codegen.turn_programs import Ending, in_two, lowered_ending
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, type_of
 from autopar.kernels import backend

@@ -10,7 +10,7 @@ Each pass has a before and an after; none changes what is computed.
     reduce_beside       reductions of gradients begin where they stand, and end before the next begins or where they are
                         read
     drop_idle_views     views that change nothing are removed (`idle_views.py`)
-    write_over          a gradient is written over an operand that nothing reads any more (`over.py`)
+    write_over          a gradient is written over an operand that nothing reads any more (`buffer_reuse.py`)
 
 Order of nodes is order of execution: a collective that has begun runs on its own while the ops after it compute, until
 its `finish`.
@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from autopar.codegen.buffer_reuse import write_over
 from autopar.codegen.buffers import hands_on, numbers_of
 from autopar.codegen.halves import COLLECTIVES
 from autopar.codegen.idle_views import drop_idle_views
 from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED, WANTED
-from autopar.codegen.over import write_over
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish

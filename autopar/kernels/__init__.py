@@ -21,7 +21,7 @@ sharding and before differentiation, where no conversion stands between them.
     backend.py    what runs: a GPU, the interpreter, or the reference
     patterns.py   finds a piece of a program in another
     family.py     what all have in common
-    over.py       ops that write a gradient over the value that it belongs to
+    buffer_reuse.py  ops that write a gradient over the value that it belongs to
     rows.py       launches of kernels that take a row per program
     timing.py     times of a family beside those of the ops that it stands for
     measured.py   which families were faster on a device: what `kernels=True` takes

@@ -12,8 +12,8 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
+from autopar.kernels.buffer_reuse import written_over
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.over import written_over
 from autopar.kernels.patterns import Found, Pattern
 
 BLOCK, WARPS = 4096, 4  # of a row that is read once

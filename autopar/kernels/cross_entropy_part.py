@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
+from autopar.kernels.buffer_reuse import written_over
 from autopar.kernels.cross_entropy import (
     READ_ONCE,
     arguments_of,
@@ -23,7 +24,6 @@ from autopar.kernels.cross_entropy import (
     patterns_of,
 )
 from autopar.kernels.family import Family, through
-from autopar.kernels.over import written_over
 from autopar.kernels.patterns import Found
 from autopar.runtime.forms import cross_entropy_part as form
 from autopar.runtime.forms import reduced

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.parts import least_and_most
+from autopar.codegen.local_inputs import least_and_most
 from autopar.letters import Disagreement, NotServed
 from autopar.module.padding import (
     Bucket,

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.letters import Consumed, NotServed
 from autopar.module.storage import Storage
-from autopar.runtime.ours import is_ours
+from autopar.runtime.owned_meshes import is_ours
 from autopar.runtime.private import StridedShard
 
 _WHOLE = 'parallel="dp", which stores parameters whole'

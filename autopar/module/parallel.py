@@ -18,7 +18,7 @@ from autopar.codegen.halves import Joint
 from autopar.graph.graph import Graph, build_outputs, write_buffer
 from autopar.letters import BadInput, NotServed
 from autopar.module.lengths import padded
-from autopar.module.own_rows import own_rows, rows_of_call
+from autopar.module.local_outputs import own_rows, rows_of_call
 from autopar.module.padding import Bucket, cut_back
 from autopar.module.runner import CHECKED_CALLS
 from autopar.module.state import ModelState, SituatedProgram

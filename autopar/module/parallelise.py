@@ -14,8 +14,6 @@ from torch import nn
 from autopar.codegen.lower import Lowered
 from autopar.graph.calls import Call
 from autopar.letters import NotServed
-from autopar.module.around import watch_parts, watch_what_stands_around
-from autopar.module.as_whole import read_and_write_as_whole
 from autopar.module.checkpoint import teach_dtensor, whole_state
 from autopar.module.optimizers import refuse_steps_on
 from autopar.module.padding import Padding
@@ -26,6 +24,8 @@ from autopar.module.situation import Sight
 from autopar.module.state import ModelState, Replan
 from autopar.module.values import Source, store
 from autopar.module.waiting import let_optimizers_forget
+from autopar.module.whole_tensors import read_and_write_as_whole
+from autopar.module.wrapper_guards import watch_parts, watch_what_stands_around
 from autopar.runtime.agreement import agree
 from autopar.runtime.patches import let_anomalies_be_looked_for, skip_together
 from autopar.runtime.world import all_ranks_hold, from_rank_0

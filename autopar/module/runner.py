@@ -11,19 +11,19 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.codegen.arrived import for_arrived
 from autopar.codegen.bound_calls import by_bindings, keep_for_backward
 from autopar.codegen.buffers import is_view
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.halves import Joint, bind
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.lower import Lowered
+from autopar.codegen.partial_backward import for_arrived
 from autopar.codegen.ranges import with_ranges
 from autopar.graph import walks
 from autopar.graph.graph import info
 from autopar.graph.tensor_form import TensorForm
 from autopar.letters import Anomaly, NotServed
-from autopar.module.emptied import from_a_list
+from autopar.module.freeing_calls import from_a_list
 from autopar.module.step import EmittedStep
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting

@@ -11,18 +11,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from autopar.codegen.local_inputs import NO_ROWS, OwnRows, Parts
 from autopar.codegen.lower import Lowered, lower
-from autopar.codegen.parts import NO_ROWS, OwnRows, Parts
 from autopar.graph.calls import Call
 from autopar.graph.graph import Graph, tensor_of
-from autopar.module.around import watch_parts
 from autopar.module.attributes import Attributes
 from autopar.module.padding import Padding
 from autopar.module.relowering import lower_again
 from autopar.module.runner import Runner, Setup
 from autopar.module.situation import Caller, Sight, Situation
-from autopar.module.turns import runner_of
+from autopar.module.turn_runner import runner_of
 from autopar.module.waiting import Waiting
+from autopar.module.wrapper_guards import watch_parts
 from autopar.runtime.agreement import agree
 from autopar.runtime.private import unwatched
 from autopar.runtime.random import RandomState

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar.runtime.collectives import bind_axes, slice
-from autopar.runtime.ours import own
+from autopar.runtime.owned_meshes import own
 from autopar.runtime.private import StridedShard
 from autopar.sharding.placement import Placement, R, S, Sharding
 

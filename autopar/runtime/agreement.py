@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.letters import Disagreement, Letter, Lost
-from autopar.runtime import last_words
+from autopar.runtime import failure_log
 from autopar.runtime.private import job_store
 
 _PATIENCE = timedelta(seconds=1)  # how long a wait lasts before it looks into the store
@@ -103,7 +103,7 @@ def agree(what: object, said: str, is_call: bool = True) -> None:
     if store.add(_key(k, "came"), 1) == ranks:  # the last one sees what all have said
         differ = ""
         if store.add(_key(k, mine), 0) < ranks:
-            differ = last_words.by_text(enumerate(store.get(_key(k, r)).decode() for r in range(ranks)))
+            differ = failure_log.by_text(enumerate(store.get(_key(k, r)).decode() for r in range(ranks)))
         _judge(store, k, differ, False)
     _await_verdict(here, said)
     differ, is_final = json.loads(store.get(_key(k, "verdict")))
@@ -163,7 +163,7 @@ def _await_verdict(here: Standing, said: str) -> None:
             store.set(_key(k, "asked"), json.dumps([here.place, dist.get_rank(), said]))
             has_asked = True
         others = [r for r in range(dist.get_world_size()) if not store.check([_key(k, r)])]
-        if what := last_words.errors(last_words.heard(others)):
+        if what := failure_log.errors(failure_log.heard(others)):
             here.broken = Lost(what, at=f"rank {dist.get_rank()}, which {said}", advice="the log of that rank")
             raise here.broken
         if time.monotonic() > end:

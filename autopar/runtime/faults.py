@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.letters import Letter, Lost, NotServed
-from autopar.runtime import last_words
+from autopar.runtime import failure_log
 from autopar.runtime.agreement import wait_at_most
 from autopar.runtime.private import set_timeout
 
@@ -45,7 +45,7 @@ def limit(mesh: DeviceMesh, seconds: float) -> None:
 @contextlib.contextmanager
 def naming_the_lost(where: str) -> Iterator[None]:
     """Turn errors of collectives in the block into letters that name the lost ranks."""
-    last_words.begin()
+    failure_log.begin()
     try:
         yield
     except Lost:
@@ -54,7 +54,7 @@ def naming_the_lost(where: str) -> Iterator[None]:
         if dist.get_backend() not in ("gloo", "nccl") or dist.get_world_size() == 1:
             raise
         if isinstance(e, Letter) or not isinstance(e, RuntimeError) or not any(sign in str(e) for sign in _SIGNS):
-            last_words.say(f"{last_words.RAISED} {type(e).__name__} in {where}: {e}")
+            failure_log.say(f"{failure_log.RAISED} {type(e).__name__} in {where}: {e}")
             raise
         raise _lost(where, e) from e
 
@@ -78,19 +78,19 @@ def naming_the_lacking(where: str) -> Iterator[None]:
 def _lost(where: str, error: Exception) -> Lost:
     """A letter that names the ranks that did not answer, or that raised an error."""
     me, first = dist.get_rank(), str(error).splitlines()[0][:200] if str(error) else ""
-    last_words.say(f"waited in {where}")
+    failure_log.say(f"waited in {where}")
     heard: dict[int, str] = {}
     end = time.monotonic() + _GRACE_S
     with contextlib.suppress(Exception):  # the store lives with rank 0, which may be the one
         while time.monotonic() < end and len(heard) < dist.get_world_size():
-            heard |= last_words.heard(r for r in range(dist.get_world_size()) if r not in heard)
+            heard |= failure_log.heard(r for r in range(dist.get_world_size()) if r not in heard)
             time.sleep(0.05)
-    what = last_words.errors(heard)
+    what = failure_log.errors(heard)
     silent = [r for r in range(dist.get_world_size()) if r not in heard and r != me]
     if not what and silent:
         what = f"rank {', '.join(map(str, silent))} did not come to a collective: it hangs, or has ended"
     elif not what:
-        what = f"ranks wait for one another: {last_words.by_text(sorted(heard.items()))}"
+        what = f"ranks wait for one another: {failure_log.by_text(sorted(heard.items()))}"
     return Lost(
         what,
         at=f"rank {me}, in {where}",

@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributions.gamma import Gamma
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.runtime.ours import is_ours
+from autopar.runtime.owned_meshes import is_ours
 
 _NOTHING = object()
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Prices
-from autopar.solver.chosen import plan_of
 from autopar.solver.curve import Curve, CurvePoint, between, curve_of
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.plan import Plan
+from autopar.solver.plan_of_choices import plan_of
 from autopar.solver.policies import Policy
 from autopar.solver.recompute import lowest
 from autopar.solver.recompute import recompute as recomputing

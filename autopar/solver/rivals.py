@@ -13,10 +13,10 @@ import numpy as np
 
 from autopar.sharding.strategies import Choice
 from autopar.solver.budget import Budgeted, Prices
-from autopar.solver.chosen import held_of
 from autopar.solver.curve import Curve
 from autopar.solver.eliminate import least_by_choice
 from autopar.solver.lanes import Event, events_of
+from autopar.solver.plan_of_choices import held_of
 from autopar.solver.points import Point
 from autopar.solver.tables import Problem
 

@@ -22,6 +22,7 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Preset
+from autopar.space.cost_explanation import Told
 from autopar.space.edges import EdgeBuilder
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
@@ -32,7 +33,6 @@ from autopar.space.setting import Setting
 from autopar.space.shared import Shared
 from autopar.space.sites import SiteBuilder
 from autopar.space.space import Outdone, Site, Space
-from autopar.space.told import Told
 from autopar.space.wiring import source_of
 
 

@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar.codegen import joint, joint_passes, local_passes, lower, schedule
-from autopar.codegen.over import write_over
+from autopar.codegen.buffer_reuse import write_over
 from autopar.letters import NotServed
 from autopar.passes import pass_names, run_passes
 from autopar.runtime import collectives

@@ -714,7 +714,7 @@ BUGS = [
         ("pytorch/pytorch#167213",),
         "Inside a model, `.item()` of a value that waits for its sum read one rank's part.",
         MISSING,
-        shown_by="tests/runtime/test_as_whole.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
+        shown_by="tests/runtime/test_whole_tensors.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
         why="a model that reads a number out of a tensor is refused while it is traced; a loop reads that of the whole",
     ),
     Bug(
@@ -730,7 +730,7 @@ BUGS = [
         ("pytorch/pytorch#139735",),
         "Assigning to a slice of a distributed tensor changed a copy.",
         STALE,
-        shown_by="tests/runtime/test_as_whole.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
+        shown_by="tests/runtime/test_whole_tensors.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
         why="no write is left after tracing, each is spelled as a new value; what a loop writes to a slice reaches it",
     ),
     Bug(

@@ -18,7 +18,7 @@ from autopar.codegen import halves, joint, joint_passes, local, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.graph import walks
 from autopar.graph.graph import info, op_name, write_buffer
-from autopar.module import checkpoint, init, parallel, runner, storage, turns, waiting
+from autopar.module import checkpoint, init, parallel, runner, storage, turn_runner, waiting
 from autopar.module.runner import Primals
 from autopar.module.storage import Storage
 from autopar.ops import attention as attention_entry
@@ -644,33 +644,33 @@ def one_copy_is_scaled(patch: Patch) -> None:
 
 def turns_scale_what_there_is(patch: Patch) -> None:
     """At each turn the whole running sum is scaled."""
-    old = turns.InTurns._add
+    old = turn_runner.InTurns._add
 
     def add(self, totals, fresh):
         for k, total in enumerate(totals):
             totals[k] = None if total is None else total / self.turns.size
         old(self, totals, fresh)
 
-    patch.setattr(turns.InTurns, "_add", add)
+    patch.setattr(turn_runner.InTurns, "_add", add)
 
 
 def turns_not_averaged(patch: Patch) -> None:
     """Each turn adds a mean where it has a share of one."""
-    old = turns.InTurns.gradients
+    old = turn_runner.InTurns.gradients
 
     def gradients(self, given, arrived, waits):
         return [None if g is None else g * self.turns.size for g in old(self, given, arrived, waits)]
 
-    patch.setattr(turns.InTurns, "gradients", gradients)
+    patch.setattr(turn_runner.InTurns, "gradients", gradients)
 
 
 def turns_count_their_own(patch: Patch) -> None:
     """Each turn divides by the targets of its own rows."""
-    rows = turns.InTurns._rows
+    rows = turn_runner.InTurns._rows
 
     def own(self, primal, place):
         if place < len(self.in_turns) and not self.in_turns[place]:
             return primal.chunk(self.turns.size)[self.turns.index].repeat(self.turns.size, *[1] * (primal.dim() - 1))
         return rows(self, primal, place)
 
-    patch.setattr(turns.InTurns, "_rows", own)
+    patch.setattr(turn_runner.InTurns, "_rows", own)

@@ -12,7 +12,7 @@ import transformers as hf
 import autopar
 from autopar import Assume
 from autopar.codegen import joint, schedule
-from autopar.codegen.over import write_over
+from autopar.codegen.buffer_reuse import write_over
 from autopar.kernels import NAMES, families
 from benchmarks.memory import Live, cpu, gpt2, llama
 

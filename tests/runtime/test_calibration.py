@@ -26,7 +26,7 @@ from autopar.sharding.cluster import Measured, Timed
 from autopar.sharding.costs import OPTIMIZERS, collective_seconds, measured_seconds
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted
-from autopar.solver.chosen import plan_of
+from autopar.solver.plan_of_choices import plan_of
 from autopar.space.constraints import Preset
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings

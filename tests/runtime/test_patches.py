@@ -14,7 +14,7 @@ import autopar
 from autopar.module.attributes import reads_of
 from autopar.module.optimizers import check_step
 from autopar.runtime import patches
-from autopar.runtime.ours import is_ours
+from autopar.runtime.owned_meshes import is_ours
 from autopar.runtime.patches import Patch, Patches
 from tests.models import MLP
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.letters import Infeasible
-from autopar.solver.standing import standing
+from autopar.solver.standing_bytes import standing
 from tests.models import eager_links
 
 WIDTH, DEVICES = 64, 4
@@ -31,7 +31,7 @@ class Deep(nn.Module):
 
 @pytest.fixture(autouse=True)
 def every_space_has_many_sites(monkeypatch):
-    monkeypatch.setattr("autopar.solver.standing.MANY", 0)
+    monkeypatch.setattr("autopar.solver.standing_bytes.MANY", 0)
 
 
 def planned(budget="inf", **asked):

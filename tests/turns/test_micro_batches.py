@@ -16,7 +16,7 @@ from autopar.codegen import joint
 from autopar.graph.graph import Graph
 from autopar.graph.kept import NotKept
 from autopar.letters import Infeasible, NotServed
-from autopar.module.turns import InTurns
+from autopar.module.turn_runner import InTurns
 from autopar.request import _may_fit, _numbers_of_turns
 from autopar.testing import Equality, Unequal, on_processes, on_threads
 from autopar.tracer import ColoTracer

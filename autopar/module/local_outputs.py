@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.codegen.parts import Parts
+from autopar.codegen.local_inputs import Parts
 from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import Letter, NotServed
 from autopar.runtime.agreement import wait_for

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.fx as fx
 
 from autopar.codegen.buffers import buffer_of, is_view
-from autopar.kernels.over import twin_of
+from autopar.kernels.buffer_reuse import twin_of
 from autopar.runtime.collectives import part_start
 from autopar.runtime.private import OpOverload
 

@@ -25,7 +25,7 @@ from autopar.letters import NotServed
 from autopar.module.checkpoint import whole
 from autopar.module.storage import Storage
 from autopar.runtime.faults import naming_the_lost
-from autopar.runtime.ours import is_ours
+from autopar.runtime.owned_meshes import is_ours
 from autopar.runtime.patches import answer_draws, answer_reads, begin_as_whole, replace_methods, replace_property
 from autopar.runtime.private import like_part, local_part, without_subclass_functions
 
