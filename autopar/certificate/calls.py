@@ -19,6 +19,7 @@ class Call:
     shapes: tuple[tuple[int, ...], ...]
     axes: frozenset[str]  # all of the mesh
     wholes: Wholes | None = None  # of a view that may be read in several ways
+    cuts_constants: bool = False  # as `Interface` says
 
     @property
     def types(self) -> list[Type]:

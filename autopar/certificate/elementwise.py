@@ -25,7 +25,8 @@ def elementwise(call: Call, linear: str = "") -> Type:
             return Type((), open=lost, is_start=True)
         if linear == "all" and all(is_constant(t) for t in rest):  # places of the part are those of the whole
             axes = tuple(a for t in types if t.is_start for a in t.open)
-            return Type((((shape[0], axes),),) if len(shape) == 1 and len(axes) == 1 else free(shape))
+            is_cut = call.cuts_constants and len(shape) == 1 and len(axes) == 1
+            return Type((((shape[0], axes),),) if is_cut else free(shape))
     dims = tuple(met(types, d, len(shape), shape[d], lost) for d in range(len(shape)))
     zeros = [t.is_zero for t in types]
     is_zero = {"": False, "first": zeros[:1] == [True], "all": all(zeros), "one": any(zeros)}[linear]

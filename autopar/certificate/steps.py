@@ -55,8 +55,6 @@ def slice(x: Type, axis: str, dim: int, length: int, blocks: Any = (), here: int
         return replace(x, dims=_with(x, dim, whole(here))).opened(others)
     is_whole = axis not in x.sums | x.most and axis not in axes_of(x.dims)
     _needs(is_whole, x, f"what is cut over {axis} has to be whole there")
-    if is_constant(x):  # each device has other rows of it from here on
-        x = replace(x, dims=_with(x, dim, whole(size(x.dims[dim]))))
     return _cut(x, axis, dim, blocks, here)
 
 

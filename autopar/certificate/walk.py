@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import re
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from autopar.certificate import steps
 from autopar.certificate.bodies import body_of, is_body_known
-from autopar.certificate.calls import Call, types_in, unknown
+from autopar.certificate.calls import Call, is_constant, types_in, unknown
 from autopar.certificate.readings import Wholes
 from autopar.certificate.rules import typed
 from autopar.certificate.types import (
@@ -62,6 +63,8 @@ class Interface:
     reduced_in: Mapping[int, torch.dtype]  # and the dtype in which it is summed
     comes_of: Callable[[fx.Node], str]  # the name of the model's op that a node is emitted for, "" for none
     wholes: Mapping[str, Sequence[tuple[int, ...]]]  # the whole shapes of what an op reads and gives
+    # of a constant the part that a device takes is cut; otherwise it is as good a part of any other cut
+    cuts_constants: bool = False
 
 
 @dataclass(slots=True)
@@ -93,8 +96,17 @@ def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] 
     """Type the halves of a program, or raise a letter about the node that does not follow.
 
     `ending` belongs to a program that runs in turns: the halves of the part that runs once, on the sums of the turns,
-    and the shardings of its outputs.
+    and the shardings of its outputs. What does not follow under one reading of constants may under the other.
     """
+    try:
+        return _certified(joint, interface, ending)
+    except NotCertified as e:
+        with contextlib.suppress(NotCertified):
+            return _certified(joint, replace(interface, cuts_constants=True), ending)
+        raise e from None
+
+
+def _certified(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None) -> Certificate:
     found, axes = Certificate(), tuple(interface.axes)
     places = joint.forward.find_nodes(op="placeholder")
     given = [_type_of(n, s, axes) for n, s in zip(places, interface.primals)]
@@ -245,7 +257,8 @@ class _Walk:
         if target is part_start:
             axes = frozenset({args[1]}) & self.axes
             return Type((), open=axes, places=axes, is_start=True)
-        call = Call(args, fx.map_arg(node.kwargs, self.types.__getitem__), _shapes(node), self.axes)
+        kwargs = fx.map_arg(node.kwargs, self.types.__getitem__)
+        call = Call(args, kwargs, _shapes(node), self.axes, cuts_constants=self.interface.cuts_constants)
         if "kept_at" in str(target):  # a draw by position: a part of it is that of the whole
             return Type(free(call.shapes[0]))
         if str(target) == "aten.sub.Tensor" and node.args[0] is node.args[1]:
@@ -312,6 +325,8 @@ class _Walk:
             return x  # of time: turns of one device
         if name in ("slice", "reduce_scatter"):
             here = shape[numbers[0]] if len(shape) > numbers[0] else -1
+            if name == "slice" and self.interface.cuts_constants and is_constant(x):
+                x = replace(x, dims=plain(x.shape))  # each device has other rows of it from here on
             made = getattr(steps, name)(x, axis, *numbers, here=here)
         elif name == "all_to_all":
             made = steps.all_to_all(x, axis, tuple(numbers), here=shape[numbers[3]])
