@@ -190,7 +190,9 @@ def test_what_no_forward_reads_is_looked_at_once():
             len(mine._autopar.programs) == 1
         )  # one look for the step, one for what was seen, one for what is gone; nothing was lowered again
         looks = list[int]()
-        mine._autopar.again = lambda *given, again=mine._autopar.again: looks.append(1) or again(*given)
+        mine._autopar.replan = lambda *given, replan=mine._autopar.replan, **how: (
+            looks.append(1) or replan(*given, **how)
+        )
         for step in range(100):
             mine.step = step
             mine(x=X)

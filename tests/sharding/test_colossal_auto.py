@@ -80,10 +80,8 @@ def choices_of(op, mesh=MESH, **arguments):
         [tuple(out.shape)],
     )
 
-    class Node:
-        meta = {}
-
-    binding = without_numbers(binding, [Node() if isinstance(o, torch.Tensor) else o for o in operands])
+    node = torch.fx.Graph().placeholder("tensor")  # what tells a tensor from a number there
+    binding = without_numbers(binding, [node if isinstance(o, torch.Tensor) else o for o in operands])
     per_axis = strategies_on_one_axis(binding, [True] * len(operands), [True])
     found = set()
     for choice in cross(per_axis, binding.sizes, mesh):
