@@ -232,7 +232,7 @@ def _begin(theirs: Callable[..., Any], tensor: DTensor, *args: Any, **how: Any) 
 
 
 def _drawn_like(op: Callable[..., Tensor], tensor: DTensor, *args: Any, **how: Any) -> Tensor:
-    """What an op draws like a tensor of a parallel model: rank 0's draws, of which each rank takes its part."""
+    """The draws of rank 0 in the shape of a tensor of a parallel model, of which each rank takes its part."""
     return Storage.like(tensor).take(op(whole_of(tensor), *args, **how), True)
 
 
@@ -280,16 +280,16 @@ def _pieces_in(values: Any) -> list[DTensor]:
 
 
 def _written_by(name: str, args: Sequence[Any], how: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a function or method writes to, by its name: `add_`, `_foreach_mul_`, `constant_`."""
+    """The arguments that an op writes to, by its name: `add_`, `_foreach_mul_`, `constant_`, or by `out=`."""
     ends = name.endswith("_") and not name.startswith("__") and name not in _STAY
     first = args[0] if args else how.get("tensor", how.get("input"))
     return [first if ends or name in _WRITES or how.get("inplace") is True else None, how.get("out")]
 
 
 def _refresh(tensor: DTensor) -> None:
-    """Update a piece from its base, which may have been written since; not where gradients of the piece are recorded.
+    """Update a piece from its base, which may have been written since.
 
-    There its values may be kept for backward.
+    A piece whose gradients are recorded stays as it is: backward may have kept its values.
     """
     piece = _piece_of(tensor)
     if piece is not None and not tensor.requires_grad:

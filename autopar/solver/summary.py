@@ -149,7 +149,7 @@ def _said(plan: Plan) -> Iterator[_Line]:
 
 
 def _beside(plan: Plan) -> str:
-    """Text about the plans of presets on the same mesh, or how to ask for them; "" where they cannot be asked for."""
+    """Text about the plans of presets on the same mesh, or how to ask for them; "" of a loaded plan."""
     if plan.search is None:
         return ""  # of a plan that was loaded nothing more can be asked
     known = plan.search.known_beside

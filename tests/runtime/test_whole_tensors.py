@@ -312,6 +312,8 @@ def writes_that_are_errors(rank):
         lambda: mine.e.weight[9].zero_(),
         lambda: mine.e.weight.__setitem__(0, 1.0),
         lambda: mine.e.weight.numpy(),
+        lambda: torch.relu_(mine.e.weight[9]),
+        lambda: F.relu(mine.e.weight[2:4], inplace=True),
     ):
         with pytest.raises(RuntimeError, match="requires grad"):
             write()
