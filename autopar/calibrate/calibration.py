@@ -83,10 +83,8 @@ def calibrate(
         ops,
         hidden,
     )
-    if ops:
-        slope, height = stages.run(
-            "whole steps", 0, lambda _: list(beside_its_parts(mesh, device, cluster, repetitions))
-        )
+    if ops and device == "cpu":
+        slope, height = stages.run("whole steps", 0, lambda _: list(beside_its_parts(mesh, cluster, repetitions)))
         cluster = replace(cluster, together=slope, step_s=height)
     box = [cluster]
     dist.broadcast_object_list(box, 0)
@@ -236,7 +234,7 @@ def _alone(
         alone, both = next(agreed), next(agreed)
         forward, backward = found.setdefault((w.name, dtype, w.at(size, device)), ([], []))
         forward.append((w.amount(size), alone))
-        backward.append((w.amount(size), max(both - alone, 1e-9) / w.gradients))
+        backward.append((w.amount(size), max(both - alone, 1e-9) / w.gradients(size)))
     for name, elements, _, _ in steps:
         found.setdefault((name, "float32", 0.0), ([], []))[0].append((float(elements), next(agreed)))
     return tuple(

@@ -1,8 +1,9 @@
 """Measure whole steps of a small model and compare them with their prediction.
 
-Kernels and collectives are measured one at a time, in loops with warm caches. A step meets cold caches, ranks that are
-not quite as far, and the code around them. What all of that costs shows on whole steps alone; there are two of them, as
-some of it grows with the work and some does not.
+On CPUs, kernels and collectives are measured one at a time, in loops with warm caches. A step meets cold caches, ranks
+that share cores and are not quite as far, and the code around them. What all of that costs shows on whole steps alone;
+there are two of them, as some of it grows with the work and some does not. A GPU runs one kernel after the other by its
+own clock, and needs no such step.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 from autopar.api import autoparallelize
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
-from autopar.tracer.precision import Precision
 
 WARM = 2
+WIDTH, LENGTH = 256, 64  # of the reference
 ROWS = 2, 8  # per device, in the small step and in the large one
 ROUNDS = 3  # times the repetitions of a kernel: all else is multiplied by what steps take
 LEAST = 0.5  # of the seconds of ops alone: less than that is an error of the collectives
@@ -45,14 +46,14 @@ class Reference(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def beside_its_parts(mesh: DeviceMesh, device: str, cluster: Cluster, repetitions: int) -> tuple[float, float]:
+def beside_its_parts(mesh: DeviceMesh, cluster: Cluster, repetitions: int) -> tuple[float, float]:
     """The ratio of measured to predicted seconds of ops, and a step's seconds that do not grow with them.
 
     They are slope and height of the line through two steps of the reference, whose batch is cut over all devices. Its
     communication counts as measured: collectives are measured with all ranks running, in rows.
     """
-    made = [_step(mesh, device, cluster, rows) for rows in ROWS]
-    taken = _slowest([step for step, *_ in made], device, ROUNDS * repetitions)
+    made = [_step(mesh, cluster, rows) for rows in ROWS]
+    taken = _slowest([step for step, *_ in made], ROUNDS * repetitions)
     few, many = (computed for _, computed, _ in made)
     least, most = (
         max(LEAST * computed, seconds - communicated)
@@ -71,21 +72,18 @@ def line(few: float, least: float, many: float, most: float) -> tuple[float, flo
     return (slope, height) if height > 0 else (most / many, 0.0)
 
 
-def _step(mesh: DeviceMesh, device: str, cluster: Cluster, rows: int) -> tuple[Callable[[], None], float, float]:
+def _step(mesh: DeviceMesh, cluster: Cluster, rows: int) -> tuple[Callable[[], None], float, float]:
     """A step of the reference with `rows` per device, and predicted seconds of its ops and communication."""
     torch.manual_seed(0)
-    # on a GPU long enough that it does not wait for the host
-    width, length = (4096, 2048) if device == "cuda" else (256, 64)
-    tokens = torch.randint(0, 1024, (rows * mesh.size, length), device=device)
+    tokens = torch.randint(0, 1024, (rows * mesh.size, LENGTH))
     batch = {"tokens": tokens, "targets": tokens.clone()}
     model = autoparallelize(
-        Reference(width).to(device),
+        Reference(WIDTH),
         batch,
         mesh=mesh,
         cluster=cluster,
         parallel="dp",
         memory_budget="inf",
-        precision=Precision("bfloat16", "float32") if device == "cuda" else None,
         kernels=False,
     )
     optimizer = torch.optim.AdamW(model.parameters())
@@ -99,7 +97,7 @@ def _step(mesh: DeviceMesh, device: str, cluster: Cluster, rows: int) -> tuple[C
     return step, computed, model.plan.step_time_s - computed
 
 
-def _slowest(steps: Sequence[Callable[[], None]], device: str, repetitions: int) -> list[float]:
+def _slowest(steps: Sequence[Callable[[], None]], repetitions: int) -> list[float]:
     """Median seconds over repetitions of each step, on the slowest rank.
 
     The steps take turns, so that noise meets all of them.
@@ -111,9 +109,7 @@ def _slowest(steps: Sequence[Callable[[], None]], device: str, repetitions: int)
             dist.barrier()
             start = time.perf_counter()
             step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds.append(slowest.item())
     return [statistics.median(seconds[WARM:]) for seconds in taken]

@@ -26,14 +26,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.runtime import collectives, forms  # noqa: F401 - forms trace conversions
 from autopar.runtime.private import FakeTensorMode
 
+_COLOURS = 3
 WIDTH = 256  # of a row; on a GPU rows of many elements are WIDE
 WIDE = 2048
 # what lies in caches, and what is fresh memory, cost differently
 ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**20, 2**22)
 ON_GPU = (2**8, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
-Call = tuple[
-    Callable[..., Any], tuple[Tensor, ...]
-]  # a function, and its operands: those of floating point are trained
+# a function, and its operands: those of floating point are trained, but for buffers
+Call = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Workload:
     amount: Callable[[Any], float] = float
     # on a GPU the second size of a call, on which its seconds depend beside its amount: 0 where there is none
     second_on_gpu: Callable[[Any], float] = lambda size: 0.0
-    gradients: int = 1  # products in its backward
+    gradients: Callable[[Any], int] = lambda size: 1  # products in its backward
     is_last: bool = False  # it stands where a step holds most: the process has to ask for the memory of its results
 
     def sizes_on(self, device: str) -> Sequence[Any]:
@@ -98,26 +98,46 @@ def _attention(**how: bool) -> Callable[[tuple[int, int, int, int]], Call]:
     return call
 
 
-def _convolution(size: tuple[int, int, int]) -> Call:
-    batch, channels, side = size
-    weight = torch.rand(channels, channels, 3, 3)
-    return lambda x, w: F.conv2d(x, w, padding=1), (torch.rand(batch, channels, side, side), weight)
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The sizes of a convolution of square images: of the batch, the channels, a side, a window and its step."""
 
+    batch: int
+    entering: int  # channels of the input
+    leaving: int  # and of the result
+    side: int
+    window: int
+    step: int = 1
 
-def _points(size: tuple[int, int, int]) -> Call:
-    batch, channels, side = size
-    return F.conv2d, (torch.rand(batch, channels, side, side), torch.rand(channels, channels, 1, 1))
+    def call(self) -> Call:
+        weight, padding = torch.rand(self.leaving, self.entering, self.window, self.window), self._padding
+        images = torch.rand(self.batch, self.entering, self.side, self.side)
+        if self.are_pictures:
+            images = torch.nn.Buffer(images)
+        return lambda x, w: F.conv2d(x, w, stride=self.step, padding=padding), (images, weight)
 
+    @property
+    def are_pictures(self) -> bool:
+        """Whether the images are those of a batch, of three colours: nothing needs their gradient."""
+        return self.entering == _COLOURS
 
-def _patches(size: tuple[int, int, int, int]) -> Call:
-    batch, side, patch, channels = size
-    given = torch.rand(batch, 3, side, side), torch.rand(channels, 3, patch, patch)
-    return lambda x, w: F.conv2d(x, w, stride=patch), given
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.leaving * self._places * self.entering * self.window**2
 
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each element of the images and of the result."""
+        elements = self.entering * self.side**2 + self.leaving * self._places
+        return self.flops / (self.batch * elements)
 
-def _flops_of_patches(size: tuple[int, int, int, int]) -> float:
-    batch, side, patch, channels = size
-    return 2.0 * batch * (side // patch) ** 2 * channels * 3 * patch**2
+    @property
+    def _padding(self) -> int:
+        return 0 if self.step >= self.window else self.window // 2
+
+    @property
+    def _places(self) -> int:
+        return ((self.side + 2 * self._padding - self.window) // self.step + 1) ** 2
 
 
 def _embedding(function: Callable[..., Tensor]) -> Callable[[int], Call]:
@@ -137,9 +157,18 @@ def _cross_entropy(function: Callable[..., Tensor]) -> Callable[[int], Call]:
     return call
 
 
-def _norm(function: Callable[..., Tensor], weights: int) -> Callable[[int], Call]:
-    def call(n: int) -> Call:
-        x = rows(n)
+def _row_sums(size: int | tuple[int, int]) -> Call:
+    return lambda x: x.sum(0), (_rows_of(size),)
+
+
+def _rows_of(size: int | tuple[int, int]) -> Tensor:
+    """Rows by their number and width, or by their number of elements."""
+    return torch.rand(*size) + 0.5 if isinstance(size, tuple) else rows(size)
+
+
+def _norm(function: Callable[..., Tensor], weights: int) -> Callable[[int | tuple[int, int]], Call]:
+    def call(size: int | tuple[int, int]) -> Call:
+        x = _rows_of(size)
         return function, (x, *(torch.ones(x.shape[-1]) for _ in range(weights)))
 
     return call
@@ -165,18 +194,18 @@ def _picture(size: int | tuple[int, int, int]) -> Tensor:
     return torch.rand(max(1, size // 4096), min(16, size // 64), 16, min(16, max(1, size // 256)))
 
 
-def _elements(size: int | tuple[int, int, int]) -> float:
-    return float(size[0] * size[1] * size[2] ** 2) if isinstance(size, tuple) else float(size)
+def _elements(size: int | tuple[int, ...]) -> float:
+    """Elements of rows by (rows, width), of images by (batch, channels, side), or the number itself."""
+    if not isinstance(size, tuple):
+        return float(size)
+    return float(math.prod(size) * math.prod(size[2:]))
 
 
-_GPU_PRODUCTS = (
-    (64, 64, 64),
-    (1024, 1024, 1024),
-    (4096, 1024, 2048),
-    (8192, 2048, 2048),
-    (8192, 2048, 8192),
-    (8192, 4096, 16384),
-    (8192, 4096, 65536),
+# rows, and what they are multiplied by: the narrower that is, the more of the time is that of reading and writing rows
+_GPU_PRODUCTS = tuple(
+    (rows, width, width)
+    for width, most in ((64, 65536), (256, 65536), (768, 65536), (2048, 65536), (4096, 32768), (16384, 8192))
+    for rows in (64, 2048, most)
 )
 _GPU_BATCHED = ((16, 64, 64, 64), (64, 256, 64, 256), (64, 1024, 64, 1024), (256, 1024, 128, 1024))
 # several for each length, from few heads to more than there are multiprocessors: each length has a rate of its own
@@ -198,9 +227,18 @@ _GPU_HEADS = (
     (1, 32, 4096, 128),
     (4, 32, 4096, 128),
 )
-_GPU_IMAGES = ((1, 64, 14), (8, 128, 28), (64, 128, 28), (128, 256, 28), (256, 512, 28))
-_GPU_POINTS = ((1, 64, 14), (8, 128, 28), (64, 128, 28), (128, 256, 28), (256, 256, 56))
-_GPU_PATCHES = ((1, 64, 16, 768), (8, 224, 16, 768), (32, 224, 16, 768), (128, 224, 16, 768), (256, 224, 16, 768))
+# the fewer channels, the more of the time is that of reading, of writing, and of turning images round
+_GPU_IMAGES = tuple(
+    Windows(batch, *sizes)
+    for sizes in ((3, 64, 224, 7, 2), (64, 64, 56, 3), (128, 128, 28, 3), (256, 256, 14, 3), (512, 512, 7, 3))
+    for batch in (1, 16, 64, 256)
+)
+_GPU_POINTS = tuple(
+    Windows(batch, *sizes, window=1)
+    for sizes in ((64, 64, 56), (64, 256, 56), (128, 512, 28), (256, 1024, 14), (512, 2048, 7))
+    for batch in (1, 16, 64, 256)
+)
+_GPU_PATCHES = tuple(Windows(batch, 3, channels, 224, 16, 16) for channels in (192, 768) for batch in (1, 16, 64, 256))
 _GPU_PICTURES = ((1, 4, 8), (1, 64, 16), (4, 64, 32), (16, 64, 32), (64, 64, 32), (128, 128, 32), (128, 256, 56))
 # torch's kernels go over a channel in one block: few channels leave most units without work
 _GPU_CHANNELS = (
@@ -221,8 +259,16 @@ _UNALIGNED = ((64, 64, 63), (1024, 1024, 1021), (4096, 1024, 2047), (8192, 1024,
 _PRODUCTS = ((8, 64, 64), (64, 64, 128), (256, 128, 128), (256, 256, 512), (1024, 256, 512), (1024, 512, 1024))
 _BATCHED = ((4, 16, 16, 16), (8, 32, 32, 32), (16, 64, 32, 64), (32, 128, 32, 128), (64, 128, 64, 128))
 _HEADS = ((1, 1, 32, 32), (2, 2, 128, 32), (2, 8, 128, 32), (8, 8, 128, 32), (8, 8, 256, 64))
-_IMAGES = ((1, 64, 4), (1, 64, 16), (4, 64, 16), (8, 64, 32))
-_PATCHES = ((1, 16, 8, 128), (1, 64, 8, 128), (4, 64, 8, 128), (8, 128, 8, 128))
+_SQUARES = ((1, 4), (1, 16), (4, 16), (8, 32))
+_IMAGES = tuple(Windows(batch, 64, 64, side, 3) for batch, side in _SQUARES)
+_POINTS = tuple(Windows(batch, 64, 64, side, 1) for batch, side in _SQUARES)
+_PATCHES = tuple(Windows(batch, 3, 128, side, 8, 8) for batch, side in ((1, 16), (1, 64), (4, 64), (8, 128)))
+# torch's sums over rows, of the gradients of weights, take as long as there are few columns
+_GPU_ROWS = tuple(
+    (rows, width)
+    for width, most in ((256, 65536), (768, 65536), (2048, 32768), (8192, 8192))
+    for rows in (64, 2048, most)
+)
 
 
 def _pairs(size: tuple[int, int, int, int]) -> float:
@@ -238,22 +284,47 @@ def _channels(size: tuple[int, int, int]) -> float:
     return float(size[1])
 
 
+def _width(size: tuple[int, int]) -> float:
+    return float(size[1])
+
+
+def _harmonic(size: tuple[int, int, int]) -> float:
+    """FLOPs of a product of rows for each element of the rows and of the result."""
+    _, k, n = size
+    return 2.0 * k * n / (k + n)
+
+
+def _flops(size: Windows) -> float:
+    return size.flops
+
+
+def _intensity(size: Windows) -> float:
+    return size.intensity
+
+
+def _both(size: Any) -> int:
+    """The products in the backward of one of two trained operands."""
+    return 2
+
+
+def _of_windows(size: Windows) -> int:
+    return 1 if size.are_pictures else 2
+
+
 WORKLOADS: tuple[Workload, ...] = (
-    Workload("linear", _linear, _PRODUCTS, _GPU_PRODUCTS, lambda s: 2.0 * math.prod(s), gradients=2),
-    Workload("linear unaligned", _linear, (), _UNALIGNED, lambda s: 2.0 * math.prod(s), gradients=2),
-    Workload("matmul", _matmul, _BATCHED, _GPU_BATCHED, lambda s: 2.0 * math.prod(s), gradients=2),
+    Workload("linear", _linear, _PRODUCTS, _GPU_PRODUCTS, lambda s: 2.0 * math.prod(s), _harmonic, gradients=_both),
+    Workload("linear unaligned", _linear, (), _UNALIGNED, lambda s: 2.0 * math.prod(s), gradients=_both),
+    Workload("matmul", _matmul, _BATCHED, _GPU_BATCHED, lambda s: 2.0 * math.prod(s), gradients=_both),
     Workload("scaled_dot_product_attention", _attention(), _HEADS, _GPU_HEADS, _pairs, _length),
     Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _GPU_HEADS, _pairs, _length),
     Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _GPU_HEADS, _pairs, _length),
-    Workload("conv2d", _convolution, _IMAGES, _GPU_IMAGES, lambda s: 18.0 * s[0] * (s[1] * s[2]) ** 2, gradients=2),
-    Workload("conv2d points", _points, _IMAGES, _GPU_POINTS, lambda s: 2.0 * s[0] * (s[1] * s[2]) ** 2, gradients=2),
-    Workload(
-        "conv2d apart",
-        _patches,
-        _PATCHES,
-        _GPU_PATCHES,
-        _flops_of_patches,
-        gradients=2,
+    *(
+        Workload(name, Windows.call, sizes, on_gpu, _flops, _intensity, gradients=_of_windows)
+        for name, sizes, on_gpu in (
+            ("conv2d", _IMAGES, _GPU_IMAGES),
+            ("conv2d points", _POINTS, _GPU_POINTS),
+            ("conv2d apart", _PATCHES, _GPU_PATCHES),
+        )
     ),
     *(
         Workload(name, _unary(getattr(torch, name)))
@@ -263,7 +334,7 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("gelu tanh", _unary(lambda x: F.gelu(x, approximate="tanh"))),
     Workload("pow", _unary(lambda x: torch.pow(x, 3))),
     Workload("pow 2", _unary(lambda x: torch.pow(x, 2))),
-    *(Workload(name, _binary(getattr(torch, name)), gradients=2) for name in ("add", "sub", "mul", "div")),
+    *(Workload(name, _binary(getattr(torch, name)), gradients=_both) for name in ("add", "sub", "mul", "div")),
     *(
         Workload(f"{name} number", _unary(function))
         for name, function in {"add": lambda x: x + 1.5, "mul": lambda x: x * 1.5, "div": lambda x: x / 1.5}.items()
@@ -271,12 +342,17 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("where", lambda n: (lambda c, x: torch.where(c, x, 0.0), (rows(n) > 1, rows(n)))),
     Workload("masked_fill", lambda n: (lambda x, c: x.masked_fill(c, 0.0), (rows(n), rows(n) > 1))),
     Workload("sum", _unary(lambda x: x.sum(-1))),
-    Workload("sum over rows", _unary(lambda x: x.sum(0))),
+    Workload("sum over rows", _row_sums, on_gpu=_GPU_ROWS, amount=_elements, second_on_gpu=_width),
     Workload("mean", _unary(lambda x: x.mean(-1, keepdim=True))),
     Workload("softmax", _unary(lambda x: x.softmax(-1))),
     Workload("log_softmax", _unary(lambda x: x.log_softmax(-1))),
-    Workload("layer_norm", _norm(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 2)),
-    Workload("rms_norm", _norm(lambda x, w: F.rms_norm(x, x.shape[-1:], w), 1)),
+    *(
+        Workload(name, _norm(function, weights), on_gpu=_GPU_ROWS, amount=_elements, second_on_gpu=_width)
+        for name, function, weights in (
+            ("layer_norm", lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 2),
+            ("rms_norm", lambda x, w: F.rms_norm(x, x.shape[-1:], w), 1),
+        )
+    ),
     Workload(
         "batch_norm_updating",
         _batch_norm(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True)),
@@ -329,10 +405,11 @@ WORKLOADS: tuple[Workload, ...] = (
 def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
     """The call as ATen code on a device in a dtype; with `backward`, the code also makes the gradients.
 
-    The gradients that arrive at the results are ones. Only operands of dtype float32 are cast.
+    The gradients that arrive at the results are ones. Only operands of dtype float32 are cast; buffers get no gradient.
     """
     function, operands = call[0], tuple(_as(x.to(device), dtype) for x in call[1])
-    trained = [i for i, x in enumerate(operands) if x.is_floating_point()]
+    still = [isinstance(x, torch.nn.Buffer) for x in call[1]]
+    trained = [i for i, x in enumerate(operands) if x.is_floating_point() and not still[i]]
 
     def step(xs: list[Tensor], ts: list[Tensor]) -> list[Tensor]:
         xs = [x.detach().requires_grad_(backward and i in trained) for i, x in enumerate(xs)]

@@ -43,6 +43,10 @@ class SIZES:
     """Marks an argument that lists the outputs' sizes along `dim`."""
 
 
+# a second size of a product's time: where it is small, reading and writing bound it
+INTENSITY = "FLOPs for each element of its first operand and its result"
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """A canonical op: `call(**arguments)` computes it. Ops of one name and one function are equal."""
@@ -163,6 +167,8 @@ class Facts:
     flops: tuple[float, str] | None = None  # of a product: FLOPs per point of its factors, but those of this pattern
     windows: bool = False  # a product over windows of its input: its kernels are not those of rows
     heads: bool = False  # it is attention: its kernels are timed by the width of heads and the length of the sequence
+    # how often forward reads its first operand: twice where sums over that have to be known before it is used
+    reads: int = 1
     free: bool = False  # it is a view, and takes no time
     same: bool = False  # applied to a parameter it gives the parameter in another form: a cast, or another shape
     moved: bool = False  # its result has numbers of its operand as they are, at other places
@@ -178,8 +184,8 @@ class Facts:
     joint: bool = False  # one kernel gives the gradients of all operands, where a product has one for each
     spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own
     timed: Callable[[Mapping[str, Any]], str] | None = None  # the name of its time, where that depends on the call
-    # an operand and its dim on whose size its time depends, beside its amount of work
-    second_size: tuple[int, int] | None = None
+    # what its time depends on beside its amount of work: the size of an operand's dim (operand, dim), or INTENSITY
+    second_size: tuple[int, int] | str | None = None
     # completes arguments that a call leaves to torch
     settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
     counts: str = ""  # the pattern of factors along which its local form counts positions

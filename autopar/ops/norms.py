@@ -99,6 +99,7 @@ op(
     F.layer_norm,
     "input:T, normalized_shape, weight:T=None, bias:T=None, eps=1e-05",
     rule=layer_norm,
+    second_size=(0, -1),
     keeps="input weight",
     makes=dict(cuda="8*rows", cpu="2*rows*itemsize"),
 )
@@ -107,6 +108,7 @@ op(
     F.rms_norm,
     "input:T, normalized_shape, weight:T=None, eps=None",
     rule=rms_norm,
+    second_size=(0, -1),
     keeps="input weight",
     makes=dict(cuda="4*rows", cpu="rows*itemsize + points*itemsize"),
 )
@@ -116,6 +118,7 @@ op(
     "input:T, num_groups, weight:T=None, bias:T=None, eps=1e-05",
     rule=group_norm,
     form=grouped,
+    reads=2,
     keeps="input weight",
     makes=dict(cuda="8*groups", cpu="2*groups*itemsize"),
 )
@@ -127,6 +130,7 @@ op(
     rule=batch_norm,
     serves="^",
     form=statistics_of_all,
+    reads=2,
     exchanges=(2, 1),
     second_size=(0, 1),
     keeps="input weight",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.entry import OPS, Op, T, each, op
+from autopar.ops.entry import INTENSITY, OPS, Op, T, each, op
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.spelling import NAMES, parse, whole_dims
 from autopar.runtime.private import grouped_mm
@@ -165,6 +165,7 @@ op(
     keeps="input:weight weight:input",
     last=last_of_linear,
     flops=LOOPS,
+    second_size=INTENSITY,
     one_dtype=True,
 )
 op(
@@ -265,6 +266,7 @@ each(
     form=grouped,
     flops=(2, r"s\d+"),
     windows=True,
+    second_size=INTENSITY,
     one_dtype=True,
     timed=timed_convolution,
 )
@@ -275,5 +277,6 @@ each(
     keeps="input weight",
     flops=(2, r"t\d+"),
     windows=True,
+    second_size=INTENSITY,
     one_dtype=True,
 )

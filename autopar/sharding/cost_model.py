@@ -33,13 +33,13 @@ from autopar.sharding.costs import (
     optimizer_figures,
     seconds,
 )
-from autopar.sharding.device import on_curve
+from autopar.sharding.device import Passes, on_curve
 
 SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone"  # kernels by the names of their times
 PADDED = ", and of copies that pad its rows to whole 16 bytes"
 UNALIGNED = " unaligned"  # behind the name of a product: its rows are no whole number of 16 bytes
 _HALF = 2  # bytes of a number of a product's result, where products were measured
-_HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured
+_HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured, and rows that are not aligned
 _WORK = {"forward": 1.0, "backward": 2.5}  # of attention: backward makes the scores again, and four products
 _SUMMED = {"float64": 24, "float32": 12, "bfloat16": 6, "float16": 6}  # bytes that a sum moves an element of its result
 
@@ -163,6 +163,13 @@ class CostModel:
     def is_measured(self, kernel: Kernel) -> bool:
         return self._timed(kernel) is not None
 
+    def is_known(self, kernel: Kernel) -> bool:
+        """Whether the kernel's own seconds were measured, here or as the rate of its passes on the device class."""
+        return self.is_measured(kernel) or self._passes(kernel) is not None
+
+    def _passes(self, kernel: Kernel) -> Passes | None:
+        return None if kernel.size is None else self.cluster.device.passes_of(kernel.names, kernel.dtype)
+
     def source(self, kernel: Kernel) -> str:
         """The source of a kernel's seconds: a name of `certainty`."""
         device = self.cluster.device
@@ -216,6 +223,9 @@ class CostModel:
         known: dict[str, Any] = {"bytes": _moved(kernel, way), "bandwidth": device.bandwidth}
         known["launch"] = device.launch_s * _starts(kernel, way)
         work = kernel.amount
+        if (passes := self._passes(kernel)) is not None:
+            rate = on_curve(getattr(passes, way), kernel.size)
+            known["bandwidth"] = np.minimum(rate, device.bandwidth)
         if kernel.heads is not None:
             work = work * kernel.heads.share * _WORK[way]
             if (found := self._attention(kernel, kernel.heads, way)) is not None:
@@ -226,7 +236,8 @@ class CostModel:
             tile_m, tile_n = products.tile
             about = {"units": products.units, "start": products.start_s, "tile_m": tile_m, "tile_n": tile_n}
             reached: Any = dict(products.reached)[kernel.dtype]
-            if kernel.as_cut is not None and kernel.as_cut[0].endswith(UNALIGNED) and products.unaligned < 1:
+            is_half = kernel.dtype in _HALVES  # in which kernels load 16 bytes at once, or little
+            if is_half and kernel.as_cut is not None and kernel.as_cut[0].endswith(UNALIGNED):
                 reached = reached * np.where(kernel.as_cut[1], products.unaligned, 1.0)
             about |= {"itemsize": _HALF, "reached": reached}
             return "product", {**sizes, **about, **known}

@@ -7,7 +7,7 @@ cluster file, and what nobody measured is not there. `costs.py` holds the formul
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,6 +45,19 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """The reached rate of an op's kernels that read and write: bytes/s by its second size, forward and backward.
+
+    Backward holds the sums that are gradients of weights.
+    """
+
+    op: str
+    dtype: str
+    forward: Curve
+    backward: Curve
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """A device's rates, its memory, and the seconds to start a kernel."""
 
@@ -57,6 +70,7 @@ class Device:
     reached_bytes_per_s: float = 0.0  # by kernels that only read and write; 0: nobody measured it
     products: Products | None = None
     attention: tuple[Attention, ...] = ()
+    passes: tuple[Passes, ...] = ()
 
     def rate(self, dtype: str) -> float:
         """Peak FLOP/s for a dtype; the slowest rate of the table for a dtype that it lacks."""
@@ -73,6 +87,11 @@ class Device:
         known = [a for a in self.attention if a.causal == causal]
         return min(known, key=lambda a: (abs(math.log2(a.width / width)), a.width), default=None)
 
+    def passes_of(self, names: Sequence[str], dtype: str) -> Passes | None:
+        """The reached rates of the first of these ops that somebody measured in a dtype; None where nobody did."""
+        known = {p.op: p for p in self.passes if p.dtype == dtype}
+        return next((known[name] for name in names if name in known), None)
+
     @staticmethod
     def read(data: Mapping[str, Any]) -> Device:
         """The device in the JSON of a cluster file."""
@@ -84,17 +103,19 @@ class Device:
                 "products": products
                 and Products(**{**products, "tile": tuple(products["tile"]), "reached": _pairs(products["reached"])}),
                 "attention": tuple(_attention(a) for a in data.get("attention", ())),
+                "passes": tuple(Passes(p["op"], p["dtype"], **_ways(p)) for p in data.get("passes", ())),
             }
         )
 
     def written(self) -> dict[str, Any]:
         """The device as JSON that `read` reads."""
-        data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "attention"}
+        data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         data["flops_per_s"] = dict(self.flops_per_s)
         if self.products is not None:
             about = {name: getattr(self.products, name) for name in self.products.__slots__}
             data["products"] = {**about, "reached": dict(self.products.reached)}
         data["attention"] = [asdict(a) for a in self.attention]
+        data["passes"] = [asdict(p) for p in self.passes]
         return data
 
 
@@ -110,8 +131,11 @@ def on_curve(points: Curve, amount: Any) -> Any:
 
 
 def _attention(data: Mapping[str, Any]) -> Attention:
-    ways = {way: curve(data[way]) for way in ("forward", "backward")}
-    return Attention(int(data["width"]), bool(data["causal"]), **ways)
+    return Attention(int(data["width"]), bool(data["causal"]), **_ways(data))
+
+
+def _ways(data: Mapping[str, Any]) -> dict[str, Curve]:
+    return {way: curve(data[way]) for way in ("forward", "backward")}
 
 
 def _pairs(data: Mapping[str, float]) -> tuple[tuple[str, float], ...]:

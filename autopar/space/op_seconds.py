@@ -151,7 +151,7 @@ class OpSeconds:
         rank = len(chosen.outputs[0].shape)
         weights = sum(len(t.shape) < rank for t in chosen.trained)
         is_norm = isinstance(facts_of(chosen.op).keeps, Line) and weights and len(chosen.trained) > weights
-        if not is_norm or facts_of(chosen.op).flops or self.costs.is_measured(self._own(chosen)):
+        if not is_norm or facts_of(chosen.op).flops or self.costs.is_known(self._own(chosen)):
             return []
         return [(1, self._beside(chosen, SUM_OVER_ROWS, 2))]
 
@@ -169,14 +169,15 @@ class OpSeconds:
         name = timed_name(op, typed(chosen.node.kwargs))
         keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
         as_cut = self._where_cut(chosen, name)
-        amounts, size = self._amounts(chosen), self._second_size(chosen)
+        amounts = self._amounts(chosen)
+        size = self._second_size(chosen, amounts.work)
         if as_cut is None and amounts.matrices is not None and not facts.windows:
             as_cut = op + UNALIGNED, amounts.matrices.unaligned(chosen.outputs[0].itemsize)
         is_in_chain = self.chains is not None and is_fused(chosen.node)  # its own time is of a kernel of its own
         return Kernel(
             () if is_in_chain else (name, op),
             chosen.outputs[0].dtype,
-            amounts.work * self._in_tiles(chosen) if facts.heads else amounts.work,
+            amounts.work * self._computed(chosen) if facts.heads else amounts.work,
             amounts.moved,
             amounts.moved_back,
             starts=amounts.starts,
@@ -189,10 +190,16 @@ class OpSeconds:
             pads=chosen.outputs[0].itemsize if self.chains is not None and amounts.matrices is not None else 0,
         )
 
-    def _second_size(self, chosen: Chosen) -> np.ndarray | None:
+    def _second_size(self, chosen: Chosen, work: np.ndarray) -> np.ndarray | None:
         """The second size on which an op's time depends, by choice; None if there is none."""
-        asked = facts_of(chosen.op).second_size
-        return None if asked is None else self._lengths(chosen, *asked)
+        facts = facts_of(chosen.op)
+        asked = facts.second_size
+        if isinstance(asked, str):
+            read = local_elements(chosen.operands[0].shape, (values(c.operand(0)) for c in chosen.choices), self.mesh)
+            return work / np.maximum(read + self._made(chosen), 1.0)
+        if asked is None:
+            return None
+        return self._in_tiles(chosen, *asked) if facts.heads else self._lengths(chosen, *asked)
 
     def _lengths(self, chosen: Chosen, operand: int, dim: int) -> np.ndarray:
         """The local size of a dim of an operand on the fullest device, by choice."""
@@ -200,14 +207,16 @@ class OpSeconds:
         held = [largest_local_shape(shape, values(c.operand(operand)), self.mesh) for c in chosen.choices]
         return np.array([local[dim] for local in held], float)
 
-    def _in_tiles(self, chosen: Chosen) -> np.ndarray | float:
-        """The ratio of computed to useful scores of an attention on a GPU, whose tiles are whole, by choice."""
-        if self.cluster.device.kernels != "cuda":
-            return 1.0
+    def _in_tiles(self, chosen: Chosen, operand: int, dim: int) -> np.ndarray:
+        """The local size of a dim as an attention computes it, which on a GPU is in whole tiles, by choice."""
+        length = self._lengths(chosen, operand, dim)
+        return np.ceil(length / _TILE) * _TILE if self.cluster.device.kernels == "cuda" else length
+
+    def _computed(self, chosen: Chosen) -> np.ndarray:
+        """The ratio of computed to useful scores of an attention, by choice."""
         more: np.ndarray = np.ones(len(chosen.choices))
         for operand in (0, 1):
-            length = self._lengths(chosen, operand, -2)
-            more *= np.ceil(length / _TILE) * _TILE / np.maximum(length, 1.0)
+            more *= self._in_tiles(chosen, operand, -2) / np.maximum(self._lengths(chosen, operand, -2), 1.0)
         return more
 
     def _heads(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None, length: np.ndarray) -> Heads:
@@ -223,7 +232,9 @@ class OpSeconds:
         made = self._made(chosen)
         result = chosen.outputs[0]
         moved: np.ndarray = tensors * made * result.itemsize
-        return Kernel((name,), result.dtype, made, moved, moved)
+        shape = (largest_local_shape(result.shape, values(c.output()), self.mesh) for c in chosen.choices)
+        width = np.array([local[-1] if local else 1 for local in shape], float)
+        return Kernel((name,), result.dtype, made, moved, moved, size=width)
 
     def _where_cut(self, chosen: Chosen, name: str) -> tuple[str, np.ndarray] | None:
         """The name by which an op's local form is timed, and a mask of choices that run it; None without one."""

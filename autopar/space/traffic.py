@@ -40,12 +40,12 @@ def alone(node: fx.Node, given: Sequence[fx.Node], kernels: str) -> Traffic:
     Its backward reads the gradients of outputs and what was kept, and writes the gradient of each operand. An op whose
     gradients are kernels of their own reads the former for each.
     """
-    outputs, count = info(node).outputs, len(given)
-    forward = [(k, 1.0) for k in range(count + len(outputs))]
+    outputs, count, facts = info(node).outputs, len(given), facts_of(op_name(node))
+    forward = [(k, float(facts.reads) if k == 0 else 1.0) for k in range(count + len(outputs))]
     trained = [k for k, n in enumerate(given) if type_of(n).requires_grad]
     if not trained:
         return Traffic(tuple(forward), (), 1)
-    many = len(trained) if facts_of(op_name(node)).spreads else 1
+    many = len(trained) if facts.spreads else 1
     kept = kept_by(node, kernels)[0]
     back = [(k, 1.0) for k in trained]
     back += [(count + k, float(many)) for k, t in enumerate(outputs) if t.requires_grad]

@@ -196,7 +196,8 @@ def test_a_workload_is_the_call_and_its_gradients(workload):
             curves.setdefault(workload.at(size, device), []).append(workload.amount(size))
         assert all(len(amounts) > 1 and amounts == sorted(set(amounts)) for amounts in curves.values())
     function, operands = workload.call((workload.sizes or workload.on_gpu)[1])
-    xs = [x.clone().requires_grad_(x.is_floating_point()) for x in operands]
+    pictures = [isinstance(x, nn.Buffer) for x in operands]  # nothing needs their gradient
+    xs = [x.clone().requires_grad_(x.is_floating_point() and not p) for x, p in zip(operands, pictures, strict=True)]
     if workload.name.endswith(" cut") and "cross" in workload.name:  # the exchanges of an axis of one device
         expected = nn.functional.cross_entropy(*xs, reduction="sum")
     elif workload.name == "batch_norm_updating cut":
@@ -325,9 +326,10 @@ class Calls(nn.Module):
         super().__init__()
         self.function, self.count = function, len(operands)
         for i, x in enumerate(operands[1:], 1):
-            self.register_parameter(f"p{i}", nn.Parameter(x)) if x.is_floating_point() else self.register_buffer(
-                f"p{i}", x
-            )
+            if x.is_floating_point() and not isinstance(x, nn.Buffer):
+                self.register_parameter(f"p{i}", nn.Parameter(x))
+            else:
+                self.register_buffer(f"p{i}", x)
 
     def forward(self, x):
         return self.function(x, *(getattr(self, f"p{i}") for i in range(1, self.count)))
@@ -362,6 +364,39 @@ def test_an_op_is_priced_by_the_amount_by_which_it_was_measured(name):
     assert sum(
         float(s.seconds[0]) for s in space.sites if s.op == name.split()[0] and s.seconds[0] > 1e-3
     ) == pytest.approx(workload.amount(size), rel=1e-6)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize(
+    "name", sorted(w.name for w in WORKLOADS if w.at(w.on_gpu[-1], "cuda") and " cut" not in w.name)
+)
+def test_an_op_is_priced_by_the_second_size_by_which_it_was_measured(name, place):
+    """On a GPU that takes as many seconds as the second size of a curve, a call takes what its workload says.
+
+    Sums over rows are those of a bias.
+    """
+    (workload,) = (w for w in WORKLOADS if w.name == name)
+    size, op = workload.on_gpu[place], name.partition(" ")[0]
+    sizes = sorted({workload.at(s, "cuda") for s in workload.on_gpu})
+    timed = [Timed(name, "float32", ((1.0, at), (1e18, at)), ((1e18, 1e-12),), at) for at in sizes]
+    timed += [
+        Timed(other, "float32", ((1e18, 1e-12),), ((1e18, 1e-12),)) for other in {op, "linear", "add", "clone"} - {name}
+    ]
+    with torch.device("meta"):
+        function, operands = workload.call(size)
+        if name == "sum over rows":
+            operands = operands[0].new_empty(size[0], 8), nn.Buffer(operands[0].new_empty(size[1], 8)), operands[0][0]
+            function, op = nn.functional.linear, "linear"
+        if op == "batch_norm_updating":
+            kept = nn.Buffer(torch.zeros_like(operands[1])), nn.Buffer(torch.zeros_like(operands[1]))
+            operands, op = (operands[0], *kept, *operands[1:]), "batch_norm"
+            function = lambda x, m, v, w, b: nn.functional.batch_norm(x, m, v, w, b, training=True)  # noqa: E731
+        graph = ColoTracer().trace(Calls(function, operands), (operands[0],))
+    machine = replace(eager_links(), timed=tuple(timed))
+    machine = replace(machine, device=replace(machine.device, kernels="cuda"))
+    space = shardings(graph, Setting(DeviceMesh(1), machine))
+    slowest = max(float(s.seconds[0]) for s in space.sites if s.op.startswith(op))
+    assert slowest == pytest.approx(workload.at(size, "cuda"), rel=1e-6)
 
 
 def test_a_step_of_adamw_is_priced_by_its_own_table_alone():

@@ -39,6 +39,34 @@ def test_no_product_is_faster_than_the_best_that_a_search_over_shapes_found(name
         assert 2 * m * n * k / model.forward(product(m, n, k))[0] / 1e12 <= best * 1.001
 
 
+def test_norms_take_as_long_as_their_passes_were_measured_to_take_by_columns_and_channels():
+    """Seconds of torch's kernels on an H200 (benchmarks/gpu_measured.profile.json) at sizes between those of the file.
+
+    Its bandwidth bounds them, and what a chain of torch.compile's or an unknown op reads has the bandwidth alone.
+    """
+    model, one = CostModel(Cluster.of("h200")), np.ones(1)
+    norm = Kernel(("layer_norm",), "bfloat16", one, 4e8 * one, 6e8 * one, size=768 * one)
+    assert model.forward(norm)[0] == pytest.approx(268e-6, rel=0.02)
+    assert model.backward(norm)[0] == pytest.approx(768e-6, rel=0.02)
+    slow = replace(norm, size=300 * one)
+    assert model.forward(norm)[0] < model.forward(slow)[0] < 0.51e-3
+    assert model.is_known(norm) and not model.is_measured(norm)
+    for free in (replace(norm, names=()), replace(norm, size=None), replace(norm, dtype="float64")):
+        assert model.forward(free)[0] == pytest.approx(4e8 / model.cluster.device.bandwidth, rel=0.05)
+        assert not model.is_known(free)
+    quick = replace(norm, dtype="float32", size=2048 * one)
+    slower = replace(model.cluster, device=replace(model.cluster.device, reached_bytes_per_s=1e12))
+    assert CostModel(slower).forward(quick)[0] == pytest.approx(4e-4, rel=0.02)
+
+
+def test_rows_that_are_not_aligned_are_slower_in_halves_alone():
+    model = CostModel(Cluster.of("h200"))
+    for dtype, slower in (("bfloat16", 4.0), ("float32", 1.0)):
+        odd = replace(product(8192, 50257, 1024, dtype), as_cut=("mm unaligned", np.array([True])))
+        ratio = model.forward(odd)[0] / model.forward(replace(odd, as_cut=None))[0]
+        assert slower <= ratio < 1.6 * slower
+
+
 def test_a_product_of_one_tile_more_than_there_are_units_takes_two_waves():
     model = CostModel(Cluster.of("h100"))
     full, more = (model.forward(product(128 * tiles, 256, 8192))[0] for tiles in (132, 133))
