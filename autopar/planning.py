@@ -75,7 +75,8 @@ class Planning:
                 advice="another preset, or constraints beside it that free what is named",
             ) from e
         except Infeasible as e:
-            if (asked.parallel is None and not asked.constraints) or math.isinf(asked.budget):
+            is_free = asked.parallel is None and not asked.constraints
+            if is_free or math.isinf(asked.budget) or self.is_trial:
                 raise
             seen = f"{e.seen}; {self._stored_apart(mesh) if e.is_of_states else self._in_the_way(mesh)}"
             advice = "none of these constraints, which keep them whole" if e.is_of_states else e.advice
@@ -87,7 +88,7 @@ class Planning:
         """Text about the constraints that a budget breaks on: those without which there is a plan."""
 
         def fits(**freer: Any) -> bool:
-            planning = replace(self, request=replace(self.request, **freer))
+            planning = replace(self, request=replace(self.request, **freer), is_trial=True)
             try:
                 planning._planned(mesh, math.inf)
             except (Infeasible, BadConstraint, BadPreset):

@@ -39,7 +39,7 @@ def solve(
 
     `recompute` is the policy by which backward makes values again (`recompute.py`). `wide` makes the space with all
     that saves memory, where this is not it: the plan's curve is of that. Where nothing fits, the letter about a trial
-    names the smallest plan that was met, and none is looked for.
+    has the bytes of the smallest plan that was met, and no words.
 
     The search ends within `gap` of its bound, or where the searches can do no more; the plan's own gap says how near
     that is. `until` is a time of the monotonic clock after which a plan that was found is not improved.
@@ -78,9 +78,9 @@ def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
     """The letter about a search that found no plan."""
     if not task.has_budget:
         return infeasible(task.space, "elimination had to split, and found no choices that go together")
+    known = found.lowest or (lowest(task) if task.recomputes else None)
     if is_trial:
-        return Infeasible("no plan was found", smallest=found.lowest.peak if found.lowest else math.inf)
-    known = found.lowest or (lowest(task) if task.recomputes and not found.hopeless else None)
+        return Infeasible("no plan was found", smallest=(known or task.counted.smallest()[0]).peak)
     return over_budget(task, known)
 
 

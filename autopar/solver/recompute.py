@@ -445,7 +445,7 @@ def _auto(task: Task, without: Without) -> Findings:
     within = Within(joint, task.budget)
     within.look_at_known()
     if within.best is None and joint.tables.fewest_bytes() > task.budget * _MET:
-        return Findings(None, joint.bound(task.budget), joint.free, hopeless=True)
+        return Findings(None, joint.bound(task.budget), joint.free)
     lowest = joint.lowest() if within.best is None else None
     if lowest is not None and lowest.peak > _FAR * task.budget:
         return Findings(None, joint.bound(task.budget), joint.free, lowest=lowest)

@@ -77,7 +77,6 @@ class Findings:
     outcome: Outcome | None = None  # of prices
     stopped: tuple[str, ...] = ()  # searches that were stopped before their end
     lowest: Point | None = None  # where nothing fits, the plan of the lowest peak that was met
-    hopeless: bool = False  # it is proven that no plan is within the budget, whatever it recomputes
 
     def is_open(self, gap: float) -> bool:
         """Whether some plan may be faster than the best one by more than this share."""

@@ -283,7 +283,7 @@ def test_a_hopeless_budget_is_known_after_a_few_eliminations(monkeypatch):
     model, batch = two_layers()
     with pytest.raises(Infeasible, match="no plan of"):
         autopar.plan(model, batch, mesh=(2, 2), memory_budget=1 << 20, microbatches=1, chunks=1)
-    assert len(asked) <= 70
+    assert len(asked) <= 80
 
 
 def test_what_a_site_needs_to_be_explained_serves_the_next(monkeypatch):

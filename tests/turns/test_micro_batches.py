@@ -165,6 +165,31 @@ def test_what_turns_save_says_whether_more_may_fit():
     assert _may_fit(letters, 101) and not _may_fit(letters, 99)
 
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+def test_a_plan_in_many_turns_is_found_where_a_few_cannot_fit_whatever_they_recompute():
+    """And where nothing fits, the letter's budget is one that a plan in micro-batches keeps to."""
+    with torch.device("meta"):
+        model, batch = Deep(), {"x": torch.empty(16384, 64), "y": torch.empty(16384, 64)}
+    ask = functools.partial(autopar.plan, model, batch, mesh=2, parallel="dp")
+    held = 2**23  # bytes of the inputs, which all turns have
+    found = ask(memory_budget=1.15 * held)
+    assert found.microbatches > 4 and held < found.peak_bytes <= 1.15 * held
+    with pytest.raises(Infeasible, match="micro-batches") as letter:
+        ask(memory_budget=0.9 * held)
+    assert letter.value.smallest < 2 * held
+    assert ask(memory_budget=letter.value.smallest).peak_bytes <= letter.value.smallest
+
+
 def test_outputs_of_a_step_are_kept_where_they_are_asked_for():
     model, batch = case("gpt2")
     still = copy.deepcopy(model).eval()
