@@ -45,8 +45,11 @@ class Wholes:
         return any(all(self._has_part(dims[d], shape[d]) for d in places) for shape in shapes)
 
     def have_like(self, dims: Sequence[Dim]) -> bool:
-        """Whether the dims may be parts of one of the shapes once neighbouring dims of either are merged."""
-        for shape in self.shapes:
+        """Whether the dims may be parts of one of the shapes once neighbouring dims of either are merged.
+
+        The shape's dims may be in any order, as ops permute them.
+        """
+        for shape in {turned for shape in self.shapes for turned in _turned(shape)}:
             if any(
                 all(map(self._has_part, dims, (math.prod(run) for run in runs))) for runs in _merged(shape, len(dims))
             ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +20,49 @@ from autopar.sharding.placement import local_shape
 
 
 def einsum(equation: str, operands: Sequence[Any]) -> Tensor:
-    """A sum of products, spelled by an equation."""
-    return torch.einsum(equation, *operands)
+    """A sum of products, spelled by an equation.
+
+    torch contracts a dim of one row with whatever stands beside it. On a device such a row may be a part of more: its
+    dim keeps its place here, as it has for more rows.
+    """
+    letters = _batched(equation, operands)
+    if letters is None or all(n != 1 for x in operands for n in x.shape):
+        return torch.einsum(equation, *operands)
+    (left, right), result = letters
+    batch, mine = [c for c in left if c in right and c in result], [c for c in left if c not in right]
+    summed, other = [c for c in left if c in right and c not in result], [c for c in right if c not in left]
+    sizes = dict(zip(left + right, (*operands[0].shape, *operands[1].shape), strict=True))
+
+    def turned(x: Tensor, names: str, *groups: list[str]) -> Tensor:
+        return x.permute([names.index(c) for group in groups for c in group])
+
+    def matrices(x: Tensor, names: str, *groups: list[str]) -> Tensor:
+        return turned(x, names, *groups).reshape([math.prod(sizes[c] for c in group) for group in groups])
+
+    made = [*batch, *mine, *other]
+    order = [made.index(c) for c in result]
+    if not (mine or other):
+        products = turned(operands[0], left, batch, summed) * turned(operands[1], right, batch, summed)
+        return (products.sum([*range(len(batch), products.dim())]) if summed else products).permute(order)
+    x = matrices(operands[0], left, batch, mine, summed)
+    y = matrices(operands[1], right, batch, summed, other)
+    return torch.bmm(x, y).view([sizes[c] for c in made]).permute(order)
+
+
+def _batched(equation: str, operands: Sequence[Any]) -> tuple[list[str], str] | None:
+    """The letters of two operands and of the result of a batched product; None for any other equation."""
+    match = re.fullmatch(r"(\w+),(\w+)->(\w*)", equation.replace(" ", ""))
+    if match is None or len(operands) != 2:
+        return None
+    *names, result = match.groups()
+    if any(len(set(letters)) < len(letters) for letters in (*names, result)):
+        return None
+    sizes: dict[str, int] = {}
+    for letters, x in zip(names, operands, strict=True):
+        if len(letters) != x.dim() or any(sizes.setdefault(c, n) != n for c, n in zip(letters, x.shape, strict=True)):
+            return None
+    in_one = set(names[0]) ^ set(names[1])
+    return (names, result) if in_one <= set(result) <= set(sizes) else None
 
 
 def matmul(arguments: Mapping[str, Any]) -> Rule:
