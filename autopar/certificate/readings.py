@@ -49,7 +49,7 @@ class Wholes:
 
         The shape's dims may be in any order, as ops permute them.
         """
-        for shape in {turned for shape in self.shapes for turned in _turned(shape)}:
+        for shape in {turned for one in self.shapes for turned in _turned(one)}:
             if any(
                 all(map(self._has_part, dims, (math.prod(run) for run in runs))) for runs in _merged(shape, len(dims))
             ):

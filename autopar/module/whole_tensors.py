@@ -34,6 +34,11 @@ _VIEWS = tuple(
     "__getitem__ select narrow split chunk unbind view view_as reshape flatten unflatten diagonal t transpose permute "
     "unsqueeze squeeze movedim swapaxes swapdims expand detach".split()
 )
+# what gives a new tensor, and DTensor computes of some placements alone or not at all
+_COMPUTED = tuple(
+    "index_select gather take take_along_dim masked_select nonzero argwhere unique unique_consecutive renorm tril triu "
+    "addr unfold quantile nanquantile median kthvalue allclose bincount histc searchsorted bucketize".split()
+)
 _STAY = frozenset(  # they end in an underscore, and write no number
     "detach_ requires_grad_ rename_ retains_grad_ share_memory_ resize_ resize_as_ sparse_resize_ set_ swapaxes_ "
     "swapdims_ squeeze_ unsqueeze_ t_ transpose_".split()
@@ -65,6 +70,7 @@ def read_and_write_as_whole() -> None:
     answer_draws(_drawn_like)
     replace_methods(_READS, _read)
     replace_methods(_VIEWS, _looked_at)
+    replace_methods(_COMPUTED, _computed)
     replace_methods(_WRITES, _written)
     replace_methods(_OPERATORS, _met)
     replace_methods(("full_tensor", "to_local"), _up_to_date)
@@ -130,6 +136,8 @@ def _looked_at(name: str, theirs: Any) -> Any:
         try:
             made = theirs(self, *args, **how)
         except RuntimeError:
+            if is_ours(self) and name == "__getitem__" and _copies(args[0]):
+                return _of_the_whole(name, self, args, how)
             if not _is_cut(self):
                 raise
             made = theirs(self.redistribute(placements=[Replicate()] * self.device_mesh.ndim), *args, **how)
@@ -151,8 +159,47 @@ def _looking(name: str, args: Sequence[Any], how: Any, place: int | None) -> Cal
     return look
 
 
+def _computed(name: str, theirs: Any) -> Any:
+    """A method that gives a new tensor: of the whole one where DTensor cannot compute it."""
+
+    def compute(self: DTensor, *args: Any, **how: Any) -> Any:
+        try:
+            return theirs(self, *args, **how)
+        except (RuntimeError, NotImplementedError):
+            if not is_ours(self):
+                raise
+            return _of_the_whole(name, self, args, how)
+
+    return compute
+
+
+def _of_the_whole(name: str, tensor: DTensor, args: Sequence[Any], how: Mapping[str, Any]) -> Any:
+    """What a method gives of the whole tensor, on every rank, with gradients.
+
+    Beside a plain tensor it is plain: ranks may have others. Its gradients would then be of this rank alone.
+    """
+    is_beside_a_plain_one = any(map(_is_plain, pytree.tree_leaves((args, how))))
+    if is_beside_a_plain_one and tensor.requires_grad and torch.is_grad_enabled():
+        raise NotServed(
+            f"{name} of a tensor of a parallel model and a plain one, with gradients: nothing says whether all ranks "
+            "have that one",
+            advice=f"x.full_tensor().{name}(...), where all ranks have it; x.detach(), where no gradient is wanted",
+        )
+    with naming_the_lost("a read of a parameter, a gradient or an output, which all ranks make"):
+        full = tensor.full_tensor()
+    made = getattr(full, name)(*map(_in_full, args), **{key: _in_full(value) for key, value in how.items()})
+    if is_beside_a_plain_one:
+        return made
+    mesh = tensor.device_mesh
+    copies = [Replicate()] * mesh.ndim
+    return pytree.tree_map_only(Tensor, lambda x: DTensor.from_local(x, mesh, copies, run_check=False), made)
+
+
 def _written(name: str, theirs: Any) -> Any:
-    """A method that writes in place, also into the tensor that this one is a piece of."""
+    """A method that writes in place, also into the tensor that this one is a piece of.
+
+    What DTensor cannot write to parts is written to the whole.
+    """
 
     def write(self: DTensor, *args: Any, **how: Any) -> Any:
         if name == "copy_" and args and _is_plain(args[0]) and is_ours(self) and _may_write(self):
@@ -166,7 +213,15 @@ def _written(name: str, theirs: Any) -> Any:
         if _piece_of(self) is not None:
             _may_write(self)
         with _naming_a_plain_one(name, self, "x.copy_(x.full_tensor() * mask), for copy_ takes a tensor that is whole"):
-            return theirs(self, *args, **how)
+            try:
+                return theirs(self, *args, **how)
+            except (RuntimeError, NotImplementedError):
+                if any(map(_is_plain, pytree.tree_leaves((args, how)))) or not (is_ours(self) and _may_write(self)):
+                    raise
+        full = whole_of(self).clone()
+        getattr(full, name)(*map(_in_full, args), **{key: _in_full(value) for key, value in how.items()})
+        store(self, full)
+        return self
 
     return write
 

@@ -229,6 +229,35 @@ def a_row_that_trains(m):
 
 
 @line
+@torch.no_grad()
+def chosen_numbers(m):
+    p, down = m.e.weight, torch.arange(9, -1, -1)
+    p.data[p.data > 0.1] *= 2
+    p.add_(p[p > 0].mean() + p.masked_select(p < 0).sum() + p.nonzero().shape[0])
+    p[[1, 3]] += 1
+    p.copy_(p[down])
+    p.copy_(p.index_select(0, down))
+    p.add_(p.gather(0, torch.zeros_like(p, dtype=torch.long)))
+    return p.mul_(p.unique().numel()).add_(p.quantile(0.7))
+
+
+@line
+@torch.no_grad()
+def written_as_a_whole(m):
+    p, g = m.l.weight, m.l.weight.grad
+    m.l.bias.fill_(g.mean())
+    p.renorm_(2, 0, 0.5).addr_(g[:, 0], g[0]).scatter_(0, torch.zeros_like(p, dtype=torch.long)[:1], 2.0)
+    return p.add_(p.renorm(2, 0, 0.1)).tril_().fill_diagonal_(0.25)
+
+
+@line
+def chosen_numbers_that_train(m):
+    w = m.e.weight
+    (w[[1, 3]].pow(2).sum() + w[w > 0].exp().mean() + w.tril().norm() + w.quantile(0.3)).backward()
+    return w.grad
+
+
+@line
 def what_is_read_changes_nothing(m):
     row = m.e.weight[3].detach().clone()
     row.zero_()
@@ -320,6 +349,8 @@ def writes_that_are_errors(rank):
     with pytest.raises(NotServed, match="mul_ of a tensor of a parallel model") as letter:
         mine.e.weight.grad.mul_(torch.ones(10, 1))
     said.append(str(letter.value))
+    with pytest.raises(NotServed, match="whether all ranks have that one"):
+        mine.e.weight[torch.arange(3)].sum()
     with pytest.raises(NotServed, match="__eq__ of a tensor of a parallel model") as letter:
         (mine.e.weight.argmax(-1) == torch.arange(10)).sum()
     return [*said, str(letter.value)]
