@@ -54,7 +54,7 @@ from autopar.tracer.precision import Precision
 def plan(
     model: torch.nn.Module,
     meta_inputs: Any,
-    mesh: DeviceMesh | tuple[int, ...] | int | str | None = None,
+    mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | int | str | None = None,
     cluster: Cluster | str | None = None,
     memory_budget: int | float | str | None = None,
     optimizer: Any = "adamw",
@@ -82,8 +82,8 @@ def plan(
     Args:
         model: The model as it runs on one device; its parameters may be on meta.
         meta_inputs: Example tensors of the global shapes (meta ones are enough), as a dict or a tuple.
-        mesh: A mesh, its shape, "2x4", or a count of devices whose meshes are searched. None: the count of the job, or
-            of the cluster.
+        mesh: A mesh, its shape, {"dp": 2, "tp": 4}, "2x4", or a count of devices whose meshes are searched. None: the
+            count of the job, or of the cluster.
         cluster: A cluster, its name, such as "h100-8x4", or the path of a profile. None: a generic machine.
         memory_budget: Bytes a device, or text such as "16GiB". None: the memory of a device, less a tenth.
         optimizer: A name, the bytes of its states for each parameter, or a class or an instance of torch.optim.
@@ -257,7 +257,11 @@ def _read(
 ) -> _Read:
     """Read the arguments of autoparallelize, its `own` and those of `plan`, and trace the model."""
     check_pad_to(own["pad_to"])
-    refuse_unserved(inputs=(own["inputs"], ("global", "local")), init=(own["init"], ("module", "counter")))
+    refuse_unserved(
+        inputs=(own["inputs"], ("global", "local")),
+        init=(own["init"], ("module", "counter")),
+        sync=(own["sync"], (True, False)),
+    )
     _refuse_parallel(model)
     if plan is not None and not isinstance(plan, Plan):
         raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')

@@ -42,7 +42,8 @@ def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
     """Raise a letter for an argument that is not among the served values; each is (given, served)."""
     for name, (given, served) in arguments.items():
         if given not in served:
-            raise NotServed(f"{name}={given!r} is not served by any stage yet", advice=f"leave {name} at its default")
+            known = ", ".join(map(repr, served))
+            raise NotServed(f"{name}={given!r} is not known", seen=f"known: {known}", advice="one of these")
 
 
 def kernels_of(given: Any) -> bool | tuple[str, ...]:

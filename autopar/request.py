@@ -60,7 +60,7 @@ _TURNS_TRIED = 3  # numbers of turns, before what the last two lack says whether
 class Request:
     """The arguments of `autopar.plan` but the model and its inputs."""
 
-    mesh: DeviceMesh | tuple[int, ...] | int | str | None = None
+    mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | int | str | None = None
     cluster: Cluster | str | None = None
     memory_budget: int | str | float | None = None
     optimizer: Any = "adamw"  # read: a name, or bytes for each parameter

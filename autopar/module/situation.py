@@ -193,5 +193,5 @@ def _said(value: Any) -> tuple[type, Any]:
         raise BadInput(
             f"an argument is a {type(value).__name__}, of which cannot be said whether it is the same in the next call",
             seen=f"{type(e).__name__}: {e}",
-            advice="tensors, numbers, text, and what can be pickled",
+            advice="tensors, numbers, text, and what can be pickled; to generate with a cache: autopar.gather(model)",
         ) from e

@@ -174,7 +174,7 @@ def _computed(name: str, theirs: Any) -> Any:
 
 
 def _of_the_whole(name: str, tensor: DTensor, args: Sequence[Any], how: Mapping[str, Any]) -> Any:
-    """What a method gives of the whole tensor, on every rank, with gradients.
+    """The result of a method of the whole tensor, on every rank, with gradients.
 
     Beside a plain tensor it is plain: ranks may have others. Its gradients would then be of this rank alone.
     """

@@ -164,7 +164,7 @@ class CostModel:
         return self._timed(kernel) is not None
 
     def is_known(self, kernel: Kernel) -> bool:
-        """Whether the kernel's own seconds were measured, here or as the rate of its passes on the device class."""
+        """Whether the kernel was timed, on this machine or on its device class by the rate of its passes."""
         return self.is_measured(kernel) or self._passes(kernel) is not None
 
     def _passes(self, kernel: Kernel) -> Passes | None:

@@ -88,7 +88,7 @@ class Device:
         return min(known, key=lambda a: (abs(math.log2(a.width / width)), a.width), default=None)
 
     def passes_of(self, names: Sequence[str], dtype: str) -> Passes | None:
-        """The reached rates of the first of these ops that somebody measured in a dtype; None where nobody did."""
+        """The reached rates of the first of these ops that was measured in a dtype, or None."""
         known = {p.op: p for p in self.passes if p.dtype == dtype}
         return next((known[name] for name in names if name in known), None)
 

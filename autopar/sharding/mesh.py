@@ -6,7 +6,7 @@ import html
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -144,9 +144,11 @@ class DeviceMesh:
 
     @staticmethod
     def of(given: Any) -> DeviceMesh:
-        """The mesh that a caller means: a DeviceMesh, torch's own over all ranks, a shape, a count, or "2x4"."""
+        """The mesh that a caller means: ours, torch's over all ranks, a shape, sizes by name, a count, or "2x4"."""
         if isinstance(given, DeviceMesh):
             return given
+        if isinstance(given, Mapping):
+            return DeviceMesh(tuple(given.values()), tuple(given))
         if isinstance(given, str) and re.fullmatch(r"\s*\d+(\s*[x,]\s*\d+)*\s*", given):
             return DeviceMesh(tuple(int(n) for n in re.split("[x,]", given)))
         if type(given).__module__.startswith("torch.") and hasattr(given, "mesh_dim_names"):

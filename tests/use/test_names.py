@@ -23,6 +23,10 @@ def planned(**how):
 def test_a_mesh_is_a_text_or_a_count():
     assert planned(mesh="2x4").mesh == autopar.DeviceMesh((2, 4)) == autopar.DeviceMesh.of("2,4")
     assert planned(mesh="4").mesh.size == 4
+    named = planned(mesh={"dp": 2, "tp": 4}).mesh
+    assert (named.shape, named.axes) == ((2, 4), ("dp", "tp"))
+    with pytest.raises(BadSharding, match="is not a mesh shape"):
+        planned(mesh={"dp": "two"})
     for wrong in ("2by4", "x4", "2x", "", "-2"):
         with pytest.raises(BadSharding, match="is not a mesh"):
             planned(mesh=wrong)
