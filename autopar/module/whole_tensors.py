@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from autopar.letters import NotServed
@@ -54,6 +55,7 @@ _OPERATORS = tuple(
 )
 _ABOUT = frozenset("dim size stride numel element_size is_floating_point is_complex storage_offset __len__".split())
 _PIECE = "_autopar_piece"
+_NOT_OF_DTENSOR = (torch.OutOfMemoryError, dist.DistError)  # errors that do not say that DTensor lacks an op
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,8 +98,24 @@ def _gathered(tensor: DTensor) -> Tensor:
 def store(tensor: DTensor, full: Tensor, of_rank_0: bool = False) -> None:
     """Write the whole tensor, or that of rank 0: each rank its part, also to the base of a piece."""
     with torch.no_grad():
-        local_part(tensor).copy_(Storage.like(tensor).take(full, of_rank_0).to_local())
+        part = Storage.like(tensor).take(full, of_rank_0).to_local()
+        local_part(tensor).copy_(_summand(part, tensor))
     _hand_on(tensor)
+
+
+def _summand(part: Tensor, tensor: DTensor) -> Tensor:
+    """This rank's share of a tensor that is a pending sum: all of it on the first rank of an axis, else zero."""
+    for placement, place in zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True):
+        if not isinstance(placement, Partial):
+            continue
+        if type(placement) is not Partial or placement.reduce_op not in ("sum", "avg", "max", "min"):
+            raise NotServed(
+                f"a tensor that is stored as {placement} is written to in place",
+                advice="the form that returns a new tensor: x = x.clamp(max=1.0)",
+            )
+        if placement.reduce_op == "sum" and place:
+            part = torch.zeros_like(part)
+    return part
 
 
 def _number(tensor: DTensor) -> Any:
@@ -165,8 +183,8 @@ def _computed(name: str, theirs: Any) -> Any:
     def compute(self: DTensor, *args: Any, **how: Any) -> Any:
         try:
             return theirs(self, *args, **how)
-        except (RuntimeError, NotImplementedError):
-            if not is_ours(self):
+        except RuntimeError as e:
+            if not is_ours(self) or isinstance(e, _NOT_OF_DTENSOR):
                 raise
             return _of_the_whole(name, self, args, how)
 
@@ -179,14 +197,15 @@ def _of_the_whole(name: str, tensor: DTensor, args: Sequence[Any], how: Mapping[
     Beside a plain tensor it is plain: ranks may have others. Its gradients would then be of this rank alone.
     """
     is_beside_a_plain_one = any(map(_is_plain, pytree.tree_leaves((args, how))))
-    if is_beside_a_plain_one and tensor.requires_grad and torch.is_grad_enabled():
+    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+    if is_beside_a_plain_one and is_recorded:
         raise NotServed(
             f"{name} of a tensor of a parallel model and a plain one, with gradients: nothing says whether all ranks "
             "have that one",
             advice=f"x.full_tensor().{name}(...), where all ranks have it; x.detach(), where no gradient is wanted",
         )
     with naming_the_lost("a read of a parameter, a gradient or an output, which all ranks make"):
-        full = tensor.full_tensor()
+        full = tensor.full_tensor() if is_recorded else whole_of(tensor)
     made = getattr(full, name)(*map(_in_full, args), **{key: _in_full(value) for key, value in how.items()})
     if is_beside_a_plain_one:
         return made
@@ -213,10 +232,12 @@ def _written(name: str, theirs: Any) -> Any:
         if _piece_of(self) is not None:
             _may_write(self)
         with _naming_a_plain_one(name, self, "x.copy_(x.full_tensor() * mask), for copy_ takes a tensor that is whole"):
+            is_beside_a_plain_one = any(map(_is_plain, pytree.tree_leaves((args, how))))
             try:
-                return theirs(self, *args, **how)
-            except (RuntimeError, NotImplementedError):
-                if any(map(_is_plain, pytree.tree_leaves((args, how)))) or not (is_ours(self) and _may_write(self)):
+                if is_beside_a_plain_one or not _is_pending(self):
+                    return theirs(self, *args, **how)
+            except RuntimeError as e:
+                if isinstance(e, _NOT_OF_DTENSOR) or is_beside_a_plain_one or not (is_ours(self) and _may_write(self)):
                     raise
         full = whole_of(self).clone()
         getattr(full, name)(*map(_in_full, args), **{key: _in_full(value) for key, value in how.items()})
@@ -387,6 +408,12 @@ def _piece_of(tensor: Any) -> _Piece | None:
 
 def _is_cut(tensor: DTensor) -> bool:
     return is_ours(tensor) and any(not p.is_replicate() for p in tensor.placements)
+
+
+def _is_pending(tensor: DTensor) -> bool:
+    """Whether it is a pending reduction of a parallel model, of which no gradient is recorded."""
+    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+    return not is_recorded and is_ours(tensor) and any(p.is_partial() for p in tensor.placements)
 
 
 def _is_plain(value: Any) -> bool:

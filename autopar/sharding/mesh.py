@@ -144,7 +144,7 @@ class DeviceMesh:
 
     @staticmethod
     def of(given: Any) -> DeviceMesh:
-        """The mesh that a caller means: ours, torch's over all ranks, a shape, sizes by name, a count, or "2x4"."""
+        """The mesh that a caller means: ours, torch's own, a shape, sizes by name, a count, or "2x4"."""
         if isinstance(given, DeviceMesh):
             return given
         if isinstance(given, Mapping):

@@ -251,6 +251,23 @@ def written_as_a_whole(m):
 
 
 @line
+@torch.no_grad()
+def pending_sums_are_written(m):
+    g, found = m.l.weight.grad, []
+    for write in (
+        lambda s: s.add_(1.0).sqrt_(),
+        lambda s: s.clamp_(max=0.01),
+        lambda s: s.fill_(2.0),
+        lambda s: s.mul_(3.0).relu_(),
+        lambda s: s.masked_fill_(s > 0.02, 1.0).pow_(2),
+    ):
+        found += [write(g.pow(2).sum()), write(g.abs().sum(0)).sum(), write(g.abs().mean(1)).sum()]
+    rows = g.sum(0)
+    rows[0] = 5.0
+    return torch.tensor([float(x) for x in (*found, rows.sum())], dtype=torch.float64)
+
+
+@line
 def chosen_numbers_that_train(m):
     w = m.e.weight
     (w[[1, 3]].pow(2).sum() + w[w > 0].exp().mean() + w.tril().norm() + w.quantile(0.3)).backward()
@@ -351,6 +368,8 @@ def writes_that_are_errors(rank):
     said.append(str(letter.value))
     with pytest.raises(NotServed, match="whether all ranks have that one"):
         mine.e.weight[torch.arange(3)].sum()
+    with torch.no_grad(), pytest.raises(NotServed, match="written to in place"):
+        mine.e.weight.grad.norm().sqrt_()
     with pytest.raises(NotServed, match="__eq__ of a tensor of a parallel model") as letter:
         (mine.e.weight.argmax(-1) == torch.arange(10)).sum()
     return [*said, str(letter.value)]
