@@ -44,6 +44,7 @@ from autopar.runtime.world import (
     start_world,
     world_size,
 )
+from autopar.search import plan_again, plan_of
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
@@ -142,7 +143,7 @@ def _planned(request: Request, graph: Graph, started: float, traced: Callable[[R
     `traced` gives the graphs of the other requests that the remedies try.
     """
     try:
-        return request.plan(graph, started)
+        return plan_of(graph, request, started)
     except Infeasible as e:
         raise with_remedies(e, request, graph, traced) from e
 
@@ -231,7 +232,7 @@ class _Replan:
         graph = self.request.trace(model, call)
         graph = graph if keeps_dropout else graph.without_dropout()
         all_ranks_hold("calls", graph.digest)
-        plan = from_rank_0(lambda: self.request.plan_again(graph, first, has_gradients))
+        plan = from_rank_0(lambda: plan_again(graph, self.request, first, has_gradients))
         _let_search_go(plan)
         return self.request.as_planned(graph, plan), plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 import re
@@ -217,7 +218,7 @@ def budget_of(given: Any, cluster: Cluster) -> float:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|inf)\s*([A-Za-z]*)\s*", given)
         number = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else None
     is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
-    is_absurd = isinstance(number, int) and number > _MOST_BYTES  # and might not be a float
+    is_absurd = is_number and _MOST_BYTES <= number < math.inf  # an int might not be a float
     if not is_number or is_absurd or not float(number) >= 1:
         raise BadBudget(
             f"memory_budget={given!r} is no number of bytes",

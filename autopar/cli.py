@@ -72,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(asked: argparse.Namespace) -> None:
     """Raise a letter about arguments that can be seen to be wrong before anything is imported."""
+    if getattr(asked, "budgets", 0) and not asked.report:
+        raise BadCluster(
+            f"--budgets {asked.budgets} is of the page about a plan", advice="--report plan.html beside it"
+        )
     ranks = getattr(asked, "ranks", None)
     if ranks is not None and ranks < 1:
         raise BadSharding(f"--ranks {ranks} is no number of ranks")

@@ -104,18 +104,27 @@ class Infeasible(Letter):
     """No plan satisfies what was asked.
 
     Where a budget is in the way, `needs` are the bytes that any plan needs, and `smallest` those of the smallest plan
-    that was found: infinite where parameters, gradients and optimizer states alone need more than the budget.
+    that was found, of which `fullest` tells: infinite where parameters, gradients and optimizer states alone need more
+    than the budget.
     """
 
     def __init__(
-        self, what: str, *, at: str = "", seen: str = "", advice: str = "", needs: float = 0.0, smallest: float = 0.0
+        self,
+        what: str,
+        *,
+        at: str = "",
+        seen: str = "",
+        advice: str = "",
+        needs: float = 0.0,
+        smallest: float = 0.0,
+        fullest: str = "",
     ) -> None:
         super().__init__(what, at=at, seen=seen, advice=advice)
-        self.needs, self.smallest = needs, smallest
+        self.needs, self.smallest, self.fullest = needs, smallest, fullest
 
     @property
     def parts(self) -> dict[str, Any]:
-        return {**super().parts, "needs": self.needs, "smallest": self.smallest}
+        return {**super().parts, "needs": self.needs, "smallest": self.smallest, "fullest": self.fullest}
 
     @property
     def is_of_states(self) -> bool:

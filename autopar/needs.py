@@ -97,6 +97,8 @@ def _ruled_out(letter: Infeasible, request: Request) -> Iterator[str]:
     for name, rules_out in (("recompute", "none"), ("microbatches", 1), ("chunks", 1)):
         if getattr(request, name) == rules_out:
             yield f'{name}="auto", which was ruled out'
+    if request.recompute not in ("auto", "none"):
+        yield 'recompute="auto", which may drop other values'
 
 
 def _devices(request: Request, graph: Graph, traced: Callable[[Request], Graph]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from autopar.graph.graph import Graph, info
 from autopar.kernels.backend import is_traced
 from autopar.kernels.measured import taken
 from autopar.letters import BadConstraint, BadPreset, Infeasible, NotServed
+from autopar.request import Request
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import budget_for, size
@@ -46,7 +47,7 @@ _MOST_TRIED = 4  # constraints that are left out one at a time to see which a bu
 class Planning:
     """A request for one graph, to be planned on one mesh or another."""
 
-    request: Any  # the `Request`, which stands above
+    request: Request
     graph: Graph
     until: float  # a time of the monotonic clock, after which a plan that was found is not improved
     why_whole: str = ""  # why the loss head does not run in chunks under a budget

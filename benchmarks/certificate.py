@@ -17,6 +17,7 @@ from autopar import Assume, DeviceMesh
 from autopar.certificate import VARIABLE
 from autopar.codegen.lower import lower
 from autopar.request import Request
+from autopar.search import plan_of
 
 ROUNDS = 5
 CASES = (  # layers, mesh, preset
@@ -54,7 +55,7 @@ def main() -> None:
             assume=Assume(no_padding=True),
         )
         graph = request.trace(made, batch)
-        plan = request.plan(graph)
+        plan = plan_of(graph, request)
         os.environ[VARIABLE] = "off"  # apart from the lowering
         started = time.process_time()
         program = lower(request.as_planned(graph, plan), plan, (0, 0))

@@ -23,6 +23,7 @@ import transformers
 import autopar
 from autopar.codegen import joint, lower
 from autopar.request import Request
+from autopar.search import plan_again, plan_of
 
 LOWERING_S, NEW_LENGTH_S, TIMES = 15.0, 3.0, 5
 SHARE, TIMES_AS_LONG = 0.6, 1.3  # of a plan's values that backward recomputes, drawn; and the most that it may take
@@ -58,13 +59,13 @@ def main() -> None:
     for _ in range(TIMES):
         joint.LOWERED.clear()
         graph = timed("trace", lambda: request.trace(model, batch(2048)))
-        plan = timed("plan", lambda: request.plan(graph))
+        plan = timed("plan", lambda: plan_of(graph, request))
         timed("lower", lambda: lower(graph, plan, (0, 0)))
         values = [n for n, d in plan.decisions.items() if d.kind == "op"] + [c.name for c in plan.conversions]
         drawn = frozenset(np.random.default_rng(0).choice(values, int(SHARE * len(values)), replace=False).tolist())
         timed("lower with 60 % recomputed", lambda: lower(graph, replace(plan, recomputed=drawn), (0, 0)))
         other = timed("trace the new length", lambda: request.trace(model, batch(1024)))
-        again = timed("plan the new length", lambda: request.plan_again(other, plan))
+        again = timed("plan the new length", lambda: plan_again(other, request, plan))
         timed("lower the new length", lambda: lower(other, again, (0, 0)))
     taken["a new length in all"] = [
         sum(t) for t in zip(*(t for what, t in taken.items() if "new length" in what), strict=True)

@@ -22,6 +22,7 @@ from autopar import Plan, Precision
 from autopar.codegen import joint, lower
 from autopar.letters import Infeasible
 from autopar.request import Request
+from autopar.search import plan_of
 from autopar.tracer import ColoTracer
 from autopar.turns import in_chunks, in_micro_batches
 from benchmarks.hard_plans import language_model, llama_8b
@@ -166,7 +167,7 @@ def lowering() -> list[str]:
         "head in 8 chunks": in_chunks(graph, 8, False),
         "2 micro-batches": in_micro_batches(graph, 2, False),
     }
-    plans = {name: Request(**how, chunks=g.chunks, microbatches=g.turns).plan(graph) for name, g in cases.items()}
+    plans = {name: plan_of(graph, Request(**how, chunks=g.chunks, microbatches=g.turns)) for name, g in cases.items()}
     least: dict[str, float] = {}
     for _ in range(5):
         for name, g in cases.items():

@@ -76,7 +76,7 @@ def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> 
         reached = [k for k, i in enumerate(differentiable) if lies[ends[i]].requires_grad]
         arriving = {ends[differentiable[k]]: tangents[k] for k in reached}
         traces = _traces(segments, lies, arriving, device)
-        made = _Composition(lies, device)
+        made = _Composition(device)
         primals = [made.placeholder(f"primals_{i + 1}", n, lies[n]) for i, n in enumerate(placeholders)]
         seeds = [made.placeholder(f"tangents_{k + 1}", None, like) for k, like in tangents.items()]
         made.forward(segments, traces)
@@ -133,9 +133,8 @@ def _traces(
 class _Composition:
     """One graph made of copies of the traces, one after the other."""
 
-    def __init__(self, lies: Mapping[fx.Node, TensorForm], device: str) -> None:
+    def __init__(self, device: str) -> None:
         self.graph = fx.Graph()
-        self.lies = lies
         self.device = device
         self.env: dict[fx.Node, fx.Node] = {}  # value of the local program -> its node here
         self.gradients: dict[fx.Node, fx.Node] = {}  # value of the local program -> its gradient here

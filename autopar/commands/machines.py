@@ -98,7 +98,8 @@ def run(asked: argparse.Namespace) -> int:
     _refuse_behind(asked.script, asked.arguments)
     ranks = asked.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
     given = asked.arguments[asked.arguments[:1] == ["--"] :]
-    nodes = ["--standalone"] if asked.nodes == 1 else [f"--nnodes={asked.nodes}", f"--rdzv-endpoint={asked.endpoint}"]
+    together = [f"--nnodes={asked.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={asked.endpoint}"]
+    nodes = ["--standalone"] if asked.nodes == 1 else [*together, f"--rdzv-id={asked.endpoint}"]
     command = ["torch.distributed.run", f"--nproc-per-node={ranks}", *nodes, "--", asked.script, *given]
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
     return subprocess.call([sys.executable, "-m", *command], env=env)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import logging
 import math
 import re
 import sys
@@ -20,6 +21,7 @@ from torch import nn
 
 from autopar.letters import Letter, among
 
+log = logging.getLogger("autopar")
 _DEFAULT = {"batch": 8, "seq": 512}
 
 
@@ -75,7 +77,12 @@ class Named:
         with torch.device(device):
             model = kind(config)
         sizes = _sizes(self.inputs)
-        return model.train(), _batch(config, sizes, device)
+        batch = _batch(config, sizes, device)
+        asked_for = ("batch",) if "pixel_values" in batch else ("batch", "seq")
+        if left_out := [name for name in asked_for if name not in sizes]:
+            shapes = ", ".join(f"{name} {'x'.join(map(str, tensor.shape))}" for name, tensor in batch.items())
+            log.info("--inputs leaves out %s: the batch is %s", " and ".join(left_out), shapes)
+        return model.train(), batch
 
 
 def _module(path: Path) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import html
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.archive import read_fields, write
 from autopar.graph.blocks import Repeat, repeated_blocks
+from autopar.graph.held import set_at, tensor_of, write_buffer
 from autopar.graph.idle import IdleHook
 from autopar.graph.nodes import SHORT, Info, Leaf, TensorType, call_of, fresh_key, info, op_name, run, type_of, typed
 from autopar.letters import BadInput
@@ -45,8 +46,7 @@ __all__ = [  # the value, the entries of its nodes, and runs of it on tensors
     "fresh_key",
     "rows_of_batch",
     "Replay",
-    "tensor_of",
-    "write_buffer",
+    "write_updates",
     "bind_inputs",
     "in_traced_order",
     "build_outputs",
@@ -83,8 +83,9 @@ class Graph:
     output_spec: pytree.TreeSpec = field(repr=False)
     output_leaves: tuple[Any, ...]  # a leaf of the outputs: its position in the output node, or the constant
     output_names: tuple[str, ...]  # of the tensor leaves: "loss", "logits", "0"
-    # ("buffer", name) or ("input", name): their new values are the last entries of the output node
+    # ("buffer", name), ("attribute", name) or ("input", name): their new values are the last entries of the output node
     updates: tuple[tuple[str, str], ...] = ()
+    leaves: tuple[tuple[str, Any], ...] = ()  # attributes that a call sets, and to what; tensors are updates
     assumptions: tuple[str, ...] = ()
     training: bool = True
     # ("parameter name" or "buffer name", its type): tensors that the model holds and no op reads
@@ -183,9 +184,10 @@ class Graph:
         """
         for node in self.nodes:
             if info(node).kind == "op" and info(node).random >= 0:
-                node.kwargs = {k: 0.0 if k in ("p", "dropout_p") else v for k, v in node.kwargs.items()}
-                if "dropout" in op_name(node) and "p" not in node.kwargs:
-                    node.kwargs = {**node.kwargs, "p": 0.0}  # its default is a half
+                if "dropout" in op_name(node):  # the default of its p is a half
+                    node.kwargs = {**node.kwargs, "p": 0.0}
+                elif "dropout_p" in node.kwargs:
+                    node.kwargs = {**node.kwargs, "dropout_p": 0.0}
         return self
 
     @property
@@ -198,6 +200,7 @@ class Graph:
             repr(self.output_leaves),
             repr(self.output_names),
             *self.backward_from,
+            *map(repr, self.leaves),
         )
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
@@ -214,6 +217,7 @@ class Graph:
             (
                 *(_line(n) for n in self.nodes if n.op != "output"),
                 *changed,
+                *(f"attribute {name} = {value!r}" for name, value in self.leaves),
                 f"return {', '.join(map(str, results[: len(self.output_names)]))}",
             )
         )
@@ -264,8 +268,7 @@ class Replay(torch.nn.Module):
             if kind == "input":
                 with torch.no_grad():
                     given[self.graph.inputs[name].target].copy_(value)
-            else:
-                write_buffer(self.model, name, value)
+        write_updates(self.graph, self.model, values[count:])
         return build_outputs(self.graph, values[:count])
 
     def _run(self, leaves: dict[str, torch.Tensor]) -> list[Any]:
@@ -283,33 +286,15 @@ class Replay(torch.nn.Module):
         return [env[n] for n in self.graph.output.args[0]]
 
 
-def tensor_of(model: torch.nn.Module, name: str) -> torch.Tensor:
-    """The tensor under a dotted name: a parameter, buffer or attribute, maybe in a list or dict."""
-    at: Any = model
-    for part in name.split("."):
-        if isinstance(at, (list, tuple)):
-            at = at[int(part)]
-        elif isinstance(at, dict):
-            at = next(v for k, v in at.items() if str(k) == part)
-        else:
-            at = getattr(at, part)
-    return at
-
-
-def write_buffer(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Give a buffer its new value: in place where shape and dtype are the same, else as a new tensor."""
-    path, _, last = name.rpartition(".")
-    owner: Any = model
-    for part in path.split(".") if path else ():
-        owner = owner._modules[part]
-    held = getattr(owner, last, None)
-    if isinstance(held, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype:
-        with torch.no_grad():
-            held.copy_(value)
-    elif hasattr(owner, last):
-        setattr(owner, last, value.detach())
-    else:
-        owner.register_buffer(last, value.detach())
+def write_updates(graph: Graph, model: torch.nn.Module, values: Sequence[torch.Tensor]) -> None:
+    """Let a model hold after a call what forward would have set: buffers and attributes."""
+    for (kind, name), value in zip(graph.updates, values, strict=True):
+        if kind == "buffer":
+            write_buffer(model, name, value)
+        elif kind == "attribute":
+            set_at(model, name, value.detach())
+    for name, value in graph.leaves:
+        set_at(model, name, value)
 
 
 def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -321,13 +306,17 @@ def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             seen=str(spec),
             advice="the same arguments as meta_inputs, positional or by keyword as there",
         )
+    tensors, traced = {}, {node.target for node in graph.inputs.values()}
     for name, leaf in zip(graph.input_leaves, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor) and not (leaf is name or leaf == name):
+        if isinstance(leaf, torch.Tensor) and isinstance(name, str) and name in traced:
+            tensors[name] = leaf
+        elif isinstance(leaf, torch.Tensor) or not (leaf is name or (type(leaf) is type(name) and leaf == name)):
+            said = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
             raise BadInput(
-                f"a constant argument differs from the traced one: {leaf!r}, traced {name!r}",
+                f"a constant argument differs from the traced one: {said}, traced {name!r}",
                 advice="trace with this value",
             )
-    return {name: leaf for name, leaf in zip(graph.input_leaves, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+    return tensors
 
 
 def in_traced_order(graph: Graph, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`NotKept` stands for an output that a step does not keep; reading it raises a letter that says how to get it."""
+"""`NotKept` stands for a tensor that a step does not keep; reading it raises a letter that says how to get it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from autopar.letters import NotServed
 
 @dataclass(frozen=True)
 class NotKept:
-    """A stand-in for an output that is made, and dropped, a few rows at a time."""
+    """A stand-in for an output that is made a few rows at a time, or for an attribute that forward sets."""
 
     name: str
+    is_attribute: bool = False
 
     def __repr__(self) -> str:
         return f"<{self.name}, not kept>"
@@ -30,6 +31,11 @@ class NotKept:
         next(leaf for leaf in leaves if isinstance(leaf, NotKept))._refuse()
 
     def _refuse(self, *_: Any) -> NoReturn:
+        if self.is_attribute:
+            raise NotServed(
+                f"forward sets the attribute {self.name} to a tensor, which a parallel model does not keep",
+                advice="an output of forward; or a registered buffer, where it needs no gradient",
+            )
         raise NotServed(
             f"the output {self.name} was made a few rows at a time, and was not kept",
             advice='outputs="full", which keeps all of it; or a call under torch.no_grad()',

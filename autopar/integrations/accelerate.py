@@ -12,13 +12,13 @@ first loader that is prepared with it: for `model(**batch)`, or for what the fun
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.data_loader import prepare_data_loader
 from torch import nn
@@ -27,7 +27,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 import autopar
-from autopar.integrations.adapting import Moves, random_states, set_states, states_of, whole
+from autopar.integrations.adapting import (
+    Moves,
+    RowsOfRank0,
+    keeping_random_states,
+    random_states,
+    set_states,
+    states_of,
+    whole,
+)
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 
@@ -107,7 +115,7 @@ class Accelerator(WholeBatches):
         """The arguments of the model's first call, read without advancing random states."""
         if self._loader is None:
             raise NotServed("no data loader is prepared with the model", advice="accelerator.prepare(model, loader)")
-        with torch.random.fork_rng():
+        with keeping_random_states():
             batch = next(iter(self._joined(self._loader)))
         given = self._inputs(batch) if self._inputs is not None else batch
         return pytree.tree_map(lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x, given)
@@ -207,8 +215,6 @@ class Joined:
         return -(-len(self.batches) // self.ranks)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        box: list[Any] = [list(self.batches)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(box, 0)
-        for first in range(0, len(box[0]), self.ranks):
-            yield [row for batch in box[0][first : first + self.ranks] for row in batch]
+        batches = iter(RowsOfRank0(self.batches))
+        while together := list(itertools.islice(batches, self.ranks)):
+            yield [row for batch in together for row in batch]

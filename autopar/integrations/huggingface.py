@@ -23,7 +23,7 @@ import transformers
 
 import autopar
 from autopar.integrations.accelerate import WholeBatches
-from autopar.integrations.adapting import set_states, states_of, whole
+from autopar.integrations.adapting import keeping_random_states, set_states, states_of, whole
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from autopar.runtime.world import world_size
@@ -88,10 +88,15 @@ class Trainer(transformers.Trainer):
     def _make_parallel(self, loader: Any) -> None:
         if isinstance(self.model, ParallelModule):
             return
-        batch = self._prepare_inputs(next(iter(loader())))
-        if self.model_accepts_loss_kwargs and "labels" in batch:
-            batch = {**batch, "num_items_in_batch": self._get_num_items_in_batch([batch], self.args.device)}
+        with keeping_random_states():
+            batch = self._as_called(self._prepare_inputs(next(iter(loader()))))
         self.model = self.model_wrapped = autopar.autoparallelize(self.model.train(), batch, **self.planning)
+
+    def _as_called(self, batch: Any) -> Any:
+        """The arguments with which the trainer calls the model for a batch."""
+        if self.model_accepts_loss_kwargs and "labels" in batch:
+            return {**batch, "num_items_in_batch": self._get_num_items_in_batch([batch], self.args.device)}
+        return batch
 
     # -- batches
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import autopar
-from autopar.integrations.adapting import agreed, random_states, whole, with_rows_of_rank_0
+from autopar.integrations.adapting import agreed, keeping_random_states, random_states, whole, with_rows_of_rank_0
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 
@@ -181,7 +180,7 @@ def _first_call(trainer: pl.Trainer, part: nn.Module) -> Any:
 
     handle = part.register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        with torch.random.fork_rng(), _python_random(), contextlib.suppress(_Called):
+        with keeping_random_states(), contextlib.suppress(_Called):
             loop.setup_data()
             batch = trainer.strategy.batch_to_device(next(iter(loop._combined_loader))[0])
             loop._combined_loader = None  # it is set up again, and draws what it would have drawn
@@ -198,12 +197,3 @@ def _as_inputs(part: nn.Module, args: Any, kwargs: Any) -> Any:
     if not kwargs:
         return args
     return {**dict(zip(inspect.signature(part.forward).parameters, args, strict=False)), **kwargs}
-
-
-@contextlib.contextmanager
-def _python_random() -> Iterator[None]:
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)

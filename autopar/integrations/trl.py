@@ -16,9 +16,7 @@ import trl
 from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
-import autopar
 from autopar.integrations import huggingface
-from autopar.module import ParallelModule
 
 _IGNORED = -100
 
@@ -31,12 +29,10 @@ class SFTTrainer(huggingface.Trainer, trl.SFTTrainer):
         model = self.model
         _with_plain_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
-    def _make_parallel(self, loader: Any) -> None:
-        if isinstance(self.model, ParallelModule):
-            return
-        batch = {**self._prepare_inputs(next(iter(loader()))), "use_cache": False, "fused_lm_head": True}
-        asked = {"outputs": "full", **self.planning}
-        self.model = self.model_wrapped = autopar.autoparallelize(self.model.train(), batch, **asked)
+        self.planning = {"outputs": "full", **self.planning}
+
+    def _as_called(self, batch: Any) -> Any:
+        return {**batch, "use_cache": False, "fused_lm_head": True}
 
 
 def _with_plain_head(model: nn.Module) -> None:

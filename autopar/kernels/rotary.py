@@ -89,9 +89,15 @@ def heads_of(half: int, heads: int) -> tuple[int, int]:
     return block, min(1 << (heads - 1).bit_length(), max(1, _TILE // block))
 
 
+def room_for(x: Tensor) -> Tensor:
+    """An empty tensor laid out like `x`, but for its last dim, which is contiguous: the kernel goes along it."""
+    room = torch.empty_like(x)
+    return room if room.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def launch(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, is_back: bool) -> tuple[Tensor, ...]:
     """Run the kernel on one or two tensors of (batch, heads, positions, width), whatever their strides."""
-    ys = tuple(torch.empty_like(x) for x in xs)
+    ys = tuple(map(room_for, xs))
     batch, _, places, width = xs[0].shape
     xs = tuple(x if x.stride(3) == 1 else x.contiguous() for x in xs)
     cos, sin = (t.expand(t.shape[0], 1, places, width).contiguous() for t in (cos, sin))
@@ -100,11 +106,11 @@ def launch(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, is_back: bool) -> t
         heads = [x.shape[1] for x in xs]
         block, together = heads_of(width // 2, max(heads))
         parts = [-(-n // together) for n in heads]
-        lies = [(n, *x.stride()[:3], *y.stride()[:3]) for n, x, y in zip(heads, xs, ys)]
+        strides = [(n, *x.stride()[:3], *y.stride()[:3]) for n, x, y in zip(heads, xs, ys)]
         tensors = xs[0], ys[0], xs[-1], ys[-1], cos, sin
         how = {"HALF": width // 2, "BLOCK": block, "HEADS": together, "IS_BACK": is_back, "IS_PAIR": len(xs) > 1}
         kernel[(batch * places, sum(parts))](
-            *tensors, places, c_batch, cos.stride(2), *lies[0], *lies[-1], parts[0], **how, num_warps=WARPS
+            *tensors, places, c_batch, cos.stride(2), *strides[0], *strides[-1], parts[0], **how, num_warps=WARPS
         )
     return ys
 
@@ -114,12 +120,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each head of each position, rotated by its angles; laid out like `x`."""
     if backend.runs(x):
         return launch((x,), cos, sin, is_back=False)[0]
-    return torch.empty_like(x).copy_(reference(x, cos, sin))
+    return room_for(x).copy_(reference(x, cos, sin))
 
 
 @rotated.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return room_for(x)
 
 
 @torch.library.custom_op("autopar::rotary_backward", mutates_args=())
@@ -127,12 +133,12 @@ def rotated_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of the rotated tensor; laid out like `dy`."""
     if backend.runs(dy):
         return launch((dy,), cos, sin, is_back=True)[0]
-    return torch.empty_like(dy).copy_(through(lambda x: reference(x, cos, sin), dy, dy)[0])
+    return room_for(dy).copy_(through(lambda x: reference(x, cos, sin), dy, dy)[0])
 
 
 @rotated_backward.register_fake
 def _(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.empty_like(dy)
+    return room_for(dy)
 
 
 def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:

@@ -26,12 +26,12 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         one, other = rotary.launch((q, k), cos, sin, is_back=False)
         return one, other
     one, other = reference(q, k, cos, sin)
-    return torch.empty_like(q).copy_(one), torch.empty_like(k).copy_(other)
+    return rotary.room_for(q).copy_(one), rotary.room_for(k).copy_(other)
 
 
 @rotated.register_fake
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
+    return rotary.room_for(q), rotary.room_for(k)
 
 
 @torch.library.custom_op("autopar::rotary_pair_backward", mutates_args=())
@@ -41,12 +41,12 @@ def rotated_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[
         one, other = rotary.launch((dq, dk), cos, sin, is_back=True)
         return one, other
     one, other = through(lambda q, k: reference(q, k, cos, sin), (dq, dk), dq, dk)
-    return torch.empty_like(dq).copy_(one), torch.empty_like(dk).copy_(other)
+    return rotary.room_for(dq).copy_(one), rotary.room_for(dk).copy_(other)
 
 
 @rotated_backward.register_fake
 def _(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dq), torch.empty_like(dk)
+    return rotary.room_for(dq), rotary.room_for(dk)
 
 
 def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.graph.held import plain_tensors
 from autopar.letters import NotServed
 from autopar.runtime.patches import seen_on_meta
 from autopar.runtime.private import TorchDispatchMode
@@ -55,7 +56,7 @@ def places_of(model: nn.Module, given: Collection[int] = ()) -> dict[int, tuple[
             for key, tensor in held.items():
                 if tensor is not None and tensor.is_meta and id(tensor) not in given:
                     found.setdefault(id(tensor), (f"{path}.{key}".lstrip("."), tensor, []))[2].append(Place(held, key))
-        if astray := [key for key, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
+        if astray := [".".join(at) for at, value in plain_tensors(module) if value.is_meta]:
             raise NotServed(
                 f"{path or type(model).__name__}.{astray[0]} is a tensor on meta that is neither parameter nor "
                 "buffer: no recipe gives it values",

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data.distributed import DistributedSampler
 
 from autopar.codegen.halves import Joint
-from autopar.graph.graph import Graph, build_outputs, write_buffer
+from autopar.graph.graph import Graph, build_outputs, write_updates
 from autopar.letters import BadInput, NotServed
 from autopar.module.lengths import padded
 from autopar.module.local_outputs import own_rows, rows_of_call
@@ -159,8 +159,7 @@ class ParallelModule(nn.Module):
             program, inputs, bucket = called(self, args, kwargs)
         program.calls += 1
         outputs, changed = program.run(self, inputs, state.random)
-        for (_, name), value in zip(program.runner.graph.updates, changed, strict=True):
-            write_buffer(self, name, value)
+        write_updates(program.runner.graph, self, changed)
         for hook in program.sight.idle:
             hook.run(self, state.hooks)
         left = left_by(self, program, outputs, bucket)

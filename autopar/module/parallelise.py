@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.codegen.lower import Lowered
 from autopar.graph.calls import Call
+from autopar.graph.held import plain_tensors
 from autopar.letters import NotServed
 from autopar.module.checkpoint import teach_dtensor, whole_state
 from autopar.module.optimizers import refuse_steps_on
@@ -49,7 +50,8 @@ def parallelise(
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     old = list(model.parameters())
     if not source.sync:  # nothing is sent, so it must be there already
-        all_ranks_hold("parameter values", [t for t in (*old, *model.buffers()) if not t.is_meta])
+        plain = [t for module in model.modules() for _, t in plain_tensors(module)]
+        all_ranks_hold("parameter values", [t for t in (*old, *model.buffers(), *plain) if not t.is_meta])
     storage = store(model, lowered.plan.parameters, mesh, device, source)
     refuse_steps_on(old)
     _patch()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, Parts
 from autopar.codegen.lower import Lowered, lower
 from autopar.graph.calls import Call
-from autopar.graph.graph import Graph, tensor_of
+from autopar.graph.graph import Graph
+from autopar.graph.held import tensor_of
 from autopar.module.attributes import Attributes
 from autopar.module.padding import Padding
 from autopar.module.relowering import lower_again

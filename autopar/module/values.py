@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.graph.held import replace_plain_tensors
 from autopar.module.checkpoint import read
 from autopar.module.init import initialise, initialise_by_position, is_on_meta
 from autopar.module.storage import Storage
@@ -57,7 +58,8 @@ class _Made:
             name: Storage.of(parameter, shardings.get(name), mesh) for name, parameter in model.named_parameters()
         }
         self.parameters: dict[int, nn.Parameter] = {}  # identity of a parameter -> the stored one
-        self.buffers: dict[int, Tensor] = {}  # identity of a buffer on meta -> its values
+        self.buffers: dict[int, Tensor] = {}  # identity of a buffer -> its values on this rank
+        self.old: list[Tensor] = []  # buffers that were replaced, so that their identities stay theirs
 
     def places_of(self, name: str, tensor: Tensor) -> list[Tensor]:
         """For each dim of a tensor, the indices that belong to this rank."""
@@ -89,14 +91,15 @@ class _Made:
                     module._parameters[name] = self.parameters[id(held)]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    known = self.buffers.get(id(buffer))
-                    module._buffers[name] = self._spread(buffer, sync) if known is None else known
-            for name, held in list(vars(module).items()):  # a plain attribute is a buffer too
-                if isinstance(held, Tensor):
-                    vars(module)[name] = self._spread(held, sync)
+                    module._buffers[name] = self._buffer(buffer, sync)
+            replace_plain_tensors(module, lambda held: self._buffer(held, sync))  # a plain attribute is a buffer too
 
     def _whole(self, tensor: Tensor) -> Storage:
         return Storage.of(tensor, None, self.mesh)
 
-    def _spread(self, tensor: Tensor, sync: bool) -> Tensor:
-        return self._whole(tensor).spread(tensor.to(self.device), sync)
+    def _buffer(self, tensor: Tensor, sync: bool) -> Tensor:
+        """The whole copy of a buffer, the same one wherever it stands."""
+        if id(tensor) not in self.buffers:
+            self.buffers[id(tensor)] = self._whole(tensor).spread(tensor.to(self.device), sync)
+            self.old.append(tensor)
+        return self.buffers[id(tensor)]

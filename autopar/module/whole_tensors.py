@@ -104,7 +104,7 @@ def store(tensor: DTensor, full: Tensor, of_rank_0: bool = False) -> None:
 
 
 def _summand(part: Tensor, tensor: DTensor) -> Tensor:
-    """This rank's share of a tensor that is a pending sum: all of it on the first rank of an axis, else zero."""
+    """This rank's share of a pending sum: all of it on the first rank of an axis, else zero."""
     for placement, place in zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True):
         if not isinstance(placement, Partial):
             continue
@@ -153,8 +153,10 @@ def _looked_at(name: str, theirs: Any) -> Any:
     def look(self: DTensor, *args: Any, **how: Any) -> Any:
         try:
             made = theirs(self, *args, **how)
-        except RuntimeError:
-            if is_ours(self) and name == "__getitem__" and _copies(args[0]):
+        except RuntimeError as e:
+            if isinstance(e, _NOT_OF_DTENSOR) or not is_ours(self):
+                raise
+            if name == "__getitem__" and _copies(args[0]):
                 return _of_the_whole(name, self, args, how)
             if not _is_cut(self):
                 raise

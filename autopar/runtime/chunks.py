@@ -3,7 +3,7 @@
     chunk       the rows of one chunk;  its backward, `unchunk`, puts the gradient of the rows back in their place
     added_up    the sum over chunks of a number that each has;  its backward, `seed`, passes the gradient on
 
-Tracing sees one chunk. `codegen/joint_passes.py` then writes the region out once for each.
+Tracing sees one chunk. `codegen/chunks.py` then writes the region out once for each.
 """
 
 from __future__ import annotations

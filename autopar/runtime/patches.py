@@ -16,9 +16,9 @@
     nn.init.orthogonal_, nn.init.sparse_    on meta they do nothing, and must be noticed            while recipes run
                                                                                                       on meta
 
-Each first asks whether the object is a parallel model's (`ours.is_ours`, or the models and threads that asked for it)
-and else does what torch does. Standing patches begin with the first parallel model and end with `STANDING.undo()`. A
-patch that somebody else has put on top of one of these stays when it is undone.
+Each first asks whether the object is a parallel model's (`owned_meshes.is_ours`, or the models and threads that asked
+for it) and else does what torch does. Standing patches begin with the first parallel model and end with
+`STANDING.undo()`. A patch that somebody else has put on top of one of these stays when it is undone.
 
 The patches of a capture are context managers, and last as long as it does, under the lock of captures
 (`private.TRACING`). The caller gives a function from the original to its replacement, which asks whether the captured

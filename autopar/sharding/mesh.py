@@ -105,7 +105,8 @@ class DeviceMesh:
         chosen = [self.axis(name) for name in (names if isinstance(names, tuple) else (names,))]
         if sorted(set(chosen)) != chosen:
             raise BadSharding(f"{names!r} are not axes of the mesh in its order", seen=f"mesh {self}")
-        return DeviceMesh(tuple(self.shape[a] for a in chosen), tuple(self.axes[a] for a in chosen))
+        shape, axes = tuple(self.shape[a] for a in chosen), tuple(self.axes[a] for a in chosen)
+        return DeviceMesh(shape, axes, self.ranks if len(chosen) == len(self.shape) else ())
 
     def check_world(self, ranks: int) -> None:
         """Raise a letter where a job has another number of ranks than the mesh has devices."""

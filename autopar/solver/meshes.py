@@ -95,14 +95,16 @@ def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
         return (over or refused)[0][1]
     needs, (on, smallest) = min(e.needs for _, e in counted), min(counted, key=lambda pair: pair[1].smallest)
     others = f"; {len(refused) - len(counted)} more cannot carry what was asked" if len(counted) < len(refused) else ""
+    unaided = " that recomputes nothing" if needs > smallest.smallest else ""
     return Infeasible(
         f"{smallest.what.partition(' on mesh ')[0]} on any mesh of {on.size} devices",
         at=smallest.at,
         seen=(
-            f"{size(needs)} are needed by any plan on any of {len(counted)} meshes{others}; the smallest plan is "
-            f"on mesh {on}: {smallest.seen.partition('; ')[2]}"
+            f"{size(needs)} are needed by any plan{unaided} on any of {len(counted)} meshes{others}; "
+            f"the smallest plan is on mesh {on}: {smallest.fullest}"
         ),
         advice=smallest.advice,
         needs=needs,
         smallest=smallest.smallest,
+        fullest=smallest.fullest,
     )

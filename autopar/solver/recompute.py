@@ -118,19 +118,23 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
     if policy == "auto":
         return _auto(task, without)
     free = task.counted.fastest(math.inf, task.gap, until=task.until)
-    for point in _chain(free, without):
+    lowest: Point | None = None
+    for point in _chain(task, free, without):
         lined = Lined.of(task, point)
         states = lined.named(policy, task.budget)
         if states.peak <= task.budget:
             return Findings(lined.under(states), free.bound, free)
-    return Findings(None, free.bound, free)
+        if lowest is None or states.peak < lowest.peak:
+            lowest = lined.under(states)
+    return Findings(None, free.bound, free, lowest=lowest)
 
 
-def _chain(free: Outcome, without: Without) -> Iterator[Point]:
-    """Shardings met without a memory budget, then those met under it, each list from the fastest on."""
+def _chain(task: Task, free: Outcome, without: Without) -> Iterator[Point]:
+    """Shardings met without a memory budget, then those met under it, each list from the fastest on; the smallest."""
     yield from frontier(free.points)
     found = without()
     yield from frontier(found.outcome.points if found.outcome else [])
+    yield task.counted.smallest()[0]
 
 
 @dataclass(slots=True, eq=False)

@@ -242,29 +242,31 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
     space, memory = task.space, task.space.memory
     assert memory is not None
     if lowest is not None and lowest.peak < best.peak:
+        when = memory.when(int(lowest.held.argmax()))
+        recomputes = f"which recomputes {len(lowest.recomputed)} values"
         return Infeasible(
             f"no plan of {size(task.budget)} a device was found on mesh {space.setting.mesh}",
             seen=(
-                f"{size(lowest.peak)}, at the {memory.when(int(lowest.held.argmax()))}, in the smallest plan that "
-                f"was found, which recomputes {len(lowest.recomputed)} values; {size(best.peak)} without recompute"
+                f"{size(lowest.peak)}, at the {when}, in the smallest plan that was found, {recomputes}; "
+                f"{size(best.peak)} without recompute"
             ),
             advice=f"{budget_for(lowest.peak)}, or more devices",
             needs=bound,
             smallest=lowest.peak,
+            fullest=f"{size(lowest.peak)} at the {when}, {recomputes}",
         )
     fullest = int(best.held.argmax())
     unaided = " that recomputes nothing" if task.recomputes else ""
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
     fills = ", ".join(f"{kind} {size(float(n))}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
+    filled = f"at the {memory.when(fullest)}, the fullest time of the smallest plan: {fills}"
     return Infeasible(
         f"no plan of {size(task.budget)} a device was found on mesh {space.setting.mesh}",
-        seen=(
-            f"{size(bound)} are needed by any plan{unaided}; at the "
-            f"{memory.when(fullest)}, the fullest time of the smallest plan: {fills}"
-        ),
+        seen=f"{size(bound)} are needed by any plan{unaided}; {filled}",
         advice=f"{budget_for(best.peak)}, the smallest for which a plan{unaided} was found, or more devices",
         needs=bound,
         smallest=best.peak,
+        fullest=filled,
     )
 
 

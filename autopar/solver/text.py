@@ -37,6 +37,7 @@ _SETTINGS = (
     "chunks",
     "kernels",
     "compiled",
+    "window_bytes",
     "budget",
 )
 _AS_FAST = 1e-9  # seconds by which a rival is no slower
@@ -329,10 +330,12 @@ def _price_lines(plan: Plan, name: str) -> list[str]:
 def _rival_lines(plan: Plan, name: str) -> list[str]:
     """Lines about the best other choices of a site, and why they lost."""
     assert plan.search is not None
-    under = " at the prices of the budget" if plan.search.is_priced else ""
+    free = ", were there no budget" if plan.recomputed else ""  # states of values have no price here
+    under = " at the prices of the budget" if plan.search.is_priced else free
     lines = []
     for choice, more, own in plan.search.rivals(name):
-        why = "as fast" if more < _AS_FAST else f"the best plan with it takes {time(more)} more{under}"
+        slower = f"the best plan with it takes {time(abs(more))} {'more' if more > 0 else 'less'}{under}"
+        why = "as fast" if abs(more) < _AS_FAST else slower
         parts = f"the op itself {signed(own)}, the rest {signed(more - own)}"
         lines.append(f"    rival {_choice(choice, plan.mesh)}: {why}; {parts}")
     return lines or ["    no rival: nothing else goes with its neighbours"]

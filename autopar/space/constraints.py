@@ -15,16 +15,15 @@ wins.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any
 
 from autopar.letters import BadConstraint, Letter
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import Flow, Placement, R, Sharding
+from autopar.sharding.placement import Flow, Placement, R, Sharding, outside_brackets
 from autopar.sharding.strategies import gradients, values
 
 
@@ -107,12 +106,15 @@ class Constraints:
         Pins of both storage and use match parameters only. A preset's pins match no module, as an input may have the
         name of one.
         """
+        first = None
         for pin in self.callers if is_module else self.pins:
+            if first is not None and pin.pattern in self._used:
+                continue
             may_mean = is_parameter or not pin.is_about_storage
             if may_mean and any(fnmatchcase(name, pin.pattern) for name in names if name):
-                self._used.add(pin.pattern)
-                return pin
-        return None
+                self._used.add(pin.pattern)  # also where another one comes first
+                first = first or pin
+        return first
 
     @property
     def speak_of_gathering(self) -> bool:
@@ -164,9 +166,13 @@ def _pin(text: str, mesh: DeviceMesh) -> Pin:
     """Read `S(0)@dp`, or with gradients `R/P(sum)@dp`; `*` admits any sharding."""
     if text == "*":
         return Pin(text, None)
-    value, gradient = re.sub(r"/(R|P\(sum\)|P|S\([^@]*\))", "", text), re.sub(r"(R|P\(sum\)|P|S\([^@]*?\))/", "", text)
-    pin = Pin(text, _on_real_axes(Sharding.parse(value, mesh), mesh))
-    return replace(pin, gradient=_on_real_axes(Sharding.parse(gradient, mesh), mesh)) if "/" in text else pin
+    if "/" not in text:
+        return Pin(text, _on_real_axes(Sharding.parse(text, mesh), mesh))
+    pieces = [piece.partition("@") for piece in outside_brackets(text) if piece.strip()]
+    flows = [(Flow.parse(flow.strip()), at + axis) for flow, at, axis in pieces]
+    value = ", ".join(f"{flow.value!r}{at}" for flow, at in flows)
+    gradient = ", ".join(f"{flow.gradient!r}{at}" for flow, at in flows)
+    return Pin(text, *(_on_real_axes(Sharding.parse(one, mesh), mesh) for one in (value, gradient)))
 
 
 def _on_real_axes(sharding: Sharding, mesh: DeviceMesh) -> Sharding:

@@ -134,6 +134,8 @@ class DispatchMode(FakeTensorMode):
 
     def _record_write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flows: bool) -> None:
         recorder, call = self.recorder, self.recorder.call
+        if isinstance(kwargs.get("out"), Tensor):
+            raise recorder.letter(f"{function} writes to out=", args, "the form that returns new tensors")
         recorder.values.refuse_write(args[0], str(function))
         made, arguments = functional(function, args, kwargs)
         if made is None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -27,11 +27,10 @@ from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.letters import NotCaptured
 from autopar.runtime.patches import fake_errors_told_once
 from autopar.runtime.private import TRACING, clean_room
-from autopar.tracer.changes import Number
 from autopar.tracer.fakes import Fakes, sharing
 from autopar.tracer.functions import FunctionMode
+from autopar.tracer.left import Captured, steady
 from autopar.tracer.passes import canonicalise
-from autopar.tracer.place import defined
 from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder
 from autopar.tracer.refusals import (
@@ -85,12 +84,12 @@ class ColoTracer(fx.Tracer):
         with telling_whose_error():
             call = ModelCall(root, *as_call(meta_inputs), loss, precision)
             _check(call, is_parallel=isinstance(meta_inputs, Call))
-            graph, made, refuse_kept, numbers = _capture(call, assume or Assume())
-            if numbers:
-                _refuse_counters(call, assume or Assume(), graph, numbers)
-        refuse_survivors(made)
-        refuse_kept()
-        return graph
+            found = _capture(call, assume or Assume())
+            if found.left:
+                found = steady(root, found, functools.partial(_capture, call, assume or Assume()))
+        refuse_survivors(found.made)
+        found.refuse_kept()
+        return found.graph
 
 
 def _check(call: ModelCall, is_parallel: bool) -> None:
@@ -102,47 +101,11 @@ def _check(call: ModelCall, is_parallel: bool) -> None:
     refuse_shared_memory(call.root)
 
 
-def _refuse_counters(call: ModelCall, assume: Assume, graph: Graph, numbers: Sequence[Number]) -> None:
-    """Raise a letter where forward depends on numbers that it changes itself in every call.
-
-    The next two calls are captured, too: numbers that only the first call sets up make those two alike.
-    """
-    second, *_, later = _after(call, assume, numbers)
-    is_steady = not later or str(second) == str(graph)
-    if not is_steady and str(_after(call, assume, [*numbers, *later]).graph) != str(second):
-        raise NotCaptured(
-            f"forward changes {', '.join(n.full for n in numbers)} and goes by it: each call is another program",
-            at=defined(type(numbers[0].module).forward),
-            advice="a buffer that forward writes (self.step.add_(1)), or an attribute that is set between calls",
-        )
-
-
-def _after(call: ModelCall, assume: Assume, numbers: Sequence[Number]) -> Captured:
-    """Capture a call in which the modules hold these numbers; the modules are restored afterwards."""
-    held = [(vars(n.module), n.name, vars(n.module)[n.name]) for n in numbers]
-    try:
-        for n in numbers:
-            vars(n.module)[n.name] = n.value
-        return _capture(call, assume)
-    finally:
-        for attributes, name, value in held:
-            attributes[name] = value
-
-
-class Captured(NamedTuple):
-    """A graph, and what remains to be checked after its capture."""
-
-    graph: Graph
-    made: list[weakref.ref[Tensor]]  # every tensor on the way
-    refuse_kept: Callable[[], None]  # raises a letter where a hook has kept one
-    numbers: list[Number]  # attributes that forward has changed
-
-
-def _capture(call: ModelCall, assume: Assume) -> Captured:
-    """Run the model once on fake tensors."""
+def _capture(call: ModelCall, assume: Assume, keeps: frozenset[str] = frozenset()) -> Captured:
+    """Run the model once on fake tensors; attributes that it `keeps` are updates."""
     learn_dataclasses((call.args, call.kwargs))
     with _quiet():
-        recorder = Recorder(call.root, assume, call.precision)
+        recorder = Recorder(call.root, assume, call.precision, keeps)
         try:
             with recorder.below:
                 graph = _run(call, recorder)
@@ -153,7 +116,7 @@ def _capture(call: ModelCall, assume: Assume) -> Captured:
         refuse_detached(recorder)
         refuse_trained_values_under_a_mask(graph)
         recorder.assumptions.refuse_unasked()
-        return Captured(graph, made, recorder.hooks.refuse_kept, recorder.changes.numbers)
+        return Captured(graph, made, recorder.hooks.refuse_kept, recorder.changes.left)
 
 
 @contextlib.contextmanager
@@ -226,6 +189,8 @@ def _forward(call: ModelCall) -> Any:
     value = call.loss(outputs, call.kwargs or call.args)
     if not isinstance(value, Tensor):
         raise NotCaptured(f"loss= returned {value!r}", advice="a tensor that is computed from the outputs")
+    if value.numel() != 1:
+        raise NotCaptured(f"loss= returned a tensor of shape {tuple(value.shape)}, not one number", advice=".mean()")
     return value, outputs
 
 

@@ -1,18 +1,69 @@
 """Find what forward changes in its modules and inputs: buffers and inputs that change become outputs of the graph.
 
-Other attributes that forward sets are not kept, and the graph says so; parameters and submodules must stay.
+What else it leaves is listed; whether the next call reads it, `left.py` finds out. Parameters and submodules must stay.
 """
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from autopar.graph.nodes import TensorType
+from autopar.tracer.watched import unwatched
+
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
+
+_OF_TORCH = frozenset((*vars(torch.nn.Module()), "_compiled_call_impl"))  # attributes that are torch's own
+_NOT_PUT_BACK = _OF_TORCH - {"_buffers", "_parameters"}
+_PLAIN = (bool, int, float, str, type(None))
+_NOTHING = object()
+_DEEP, _LONG = 3, 256  # lists in lists that are looked into, and the longest of them
+
+
+class Left(NamedTuple):
+    """A value that forward leaves on a module: an attribute, or an entry of a list, a dict or an object there."""
+
+    module: torch.nn.Module
+    path: tuple[Any, ...]
+    name: str  # from the model's root
+    value: Any  # the type of a tensor; `UNKNOWN` of what holds tensors, or is gone; anything else itself
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a number, flag or word."""
+        return isinstance(self.value, _PLAIN)
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.value, TensorType)
+
+
+UNKNOWN = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The content of a list, dict, set or object that is an attribute, or stands in one, at one moment."""
+
+    path: tuple[Any, ...]
+    holder: Any  # the list, dict or set itself; of an object its `__dict__`
+    content: Any
+
+    def has_changed(self) -> bool:
+        now, before = _entries(self.holder), _entries(self.content)
+        return now.keys() != before.keys() or any(now[key] is not before[key] for key in now)
+
+    def restore(self) -> None:
+        """Put the content back, unless it is the same: an object may be watched by its owner."""
+        if self.has_changed():
+            self.holder.clear()
+            (self.holder.extend if isinstance(self.holder, list) else self.holder.update)(self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,51 +75,48 @@ class ModuleState:
     attributes: dict[str, Any]
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
-    contents: dict[str, Any]  # copies of the lists, dicts and sets among the attributes
+    held: tuple[_Held, ...]  # by attributes
 
     @staticmethod
-    def of(module: torch.nn.Module, path: str) -> ModuleState:
-        containers = {k: v.copy() for k, v in vars(module).items() if isinstance(v, (list, dict, set))}
+    def of(module: torch.nn.Module, path: str, seen: set[int]) -> ModuleState:
+        """The state of a module now; what is in `seen` another module has shown already."""
+        held = [one for name, value in vars(module).items() for one in _held_in(value, (name,), seen)]
         return ModuleState(
             module,
             path,
             dict(vars(module)),
             dict(module._parameters.items()),  # of a ScriptModule, these two only have items()
             dict(module._buffers.items()),
-            containers,
+            tuple(held),
         )
 
     def restore(self) -> None:
-        """Put back what the module held, and the content of its lists, dicts and sets."""
-        for name, content in self.contents.items():  # hooks, submodules, lists
-            held = self.attributes[name]
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(content)
+        """Put back what the module held, and the content of its lists, dicts, sets and objects."""
+        for one in self.held:
+            one.restore()
         vars(self.module).clear()
         vars(self.module).update(self.attributes)
 
-    def full(self, name: str) -> str:
+    def full(self, *path: Any) -> str:
         """An attribute's name from the model's root."""
-        return f"{self.path}.{name}" if self.path else name
+        return ".".join(map(str, filter(None, (self.path, *map(str, path)))))
 
 
-class Number(NamedTuple):
-    """A number among a module's attributes that forward has changed."""
-
-    module: torch.nn.Module
-    name: str
-    full: str  # its name from the model's root
-    value: bool | int | float
+def states_of(root: torch.nn.Module) -> list[ModuleState]:
+    """The states of all modules of a model now."""
+    seen: set[int] = set()
+    return [ModuleState.of(module, path, seen) for path, module in root.named_modules()]
 
 
 class Changes:
     """Differences of the modules before and after one run of forward."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, keeps: frozenset[str]) -> None:
         self.recorder = recorder
+        self.keeps = keeps  # names of attributes whose new tensors are updates, too
         self.before: list[ModuleState] = []
-        self.reassigned: list[tuple[str, Tensor]] = []  # buffers that forward has set to another tensor
-        self.numbers: list[Number] = []  # attributes that forward has set to another number
+        self.reassigned: list[tuple[str, str, Tensor]] = []  # (kind, name, tensor) where forward has set another one
+        self.left: list[Left] = []
 
     def notice(self) -> None:
         """Note what forward has set on its modules."""
@@ -76,7 +124,10 @@ class Changes:
             self._notice_buffers(state)
             self._refuse_other_parameters(state)
             self._notice_submodules(state)
-            self._notice_attributes(state)
+            for path, value in _set_on(state):
+                self._notice(state, path, value)
+        if any(one.has_changed() for state in self.before for one in state.held if one.path[0] in _NOT_PUT_BACK):
+            self.left.clear()  # hooks and submodules are not kept, nor what goes with them
 
     def updates(self, inputs: list[Any]) -> list[tuple[str, str, Tensor]]:
         """Buffers and inputs with new values, as (kind, name, tensor)."""
@@ -87,7 +138,7 @@ class Changes:
         given = [n.meta["info"].key for n in self.recorder.program.inputs()]
         tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
         found += [("input", n, t) for n, t in zip(given, tensors, strict=True) if self._has_changed(t)]
-        return [*found, *(("buffer", name, t) for name, t in self.reassigned)]
+        return [*found, *self.reassigned]
 
     def close(self) -> None:
         """Release all tensors."""
@@ -110,7 +161,7 @@ class Changes:
                     (new,),
                     "a buffer of fixed shape, written in place",
                 )
-            self.reassigned.append((state.full(name), new))
+            self.reassigned.append(("buffer", state.full(name), new))
         kept = dict(state.module._buffers.items())
         for name, old in state.buffers.items():
             if old is not None and kept.get(name) is None:
@@ -127,20 +178,85 @@ class Changes:
                 )
 
     def _notice_submodules(self, state: ModuleState) -> None:
-        submodules = state.module._modules
-        if dict(submodules.items()) != dict(state.contents.get("_modules", submodules).items()):
-            self._is_not_kept("the submodules that forward sets on", state, "are")
+        submodules = dict(state.module._modules.items())
+        before = next((one.content for one in state.held if one.path == ("_modules",)), submodules)
+        if submodules != before:
+            said = f"the submodules that forward sets on {state.path or 'the model'} are not kept"
+            self.recorder.assumptions.lines.append(said)
 
-    def _notice_attributes(self, state: ModuleState) -> None:
-        for name, value in vars(state.module).items():
-            old = state.attributes.get(name, state)  # the state: nothing that a module holds
-            is_plain = isinstance(value, (bool, int, float, str))
-            is_same = value is old or (is_plain and type(value) is type(old) and value == old)
-            is_public_container = name in state.contents and not name.startswith("_")
-            if is_plain and type(value) is type(old) and not is_same and not isinstance(value, str):
-                self.numbers.append(Number(state.module, name, state.full(name), value))
-            if not is_same or (is_public_container and len(value) != len(state.contents[name])):
-                self._is_not_kept(f"the attribute {name} that forward sets on", state, "is")
+    def _notice(self, state: ModuleState, path: tuple[Any, ...], value: Any) -> None:
+        """Note what forward has set under a path, which is an update where it is to be kept."""
+        name = state.full(*path)
+        is_tensor = isinstance(value, Tensor) and self.recorder.values.node(value) is not None
+        said = TensorType.of(value) if is_tensor else UNKNOWN if _has_tensors(value) else value
+        self.left.append(Left(state.module, path, name, said))
+        if name not in self.keeps:
+            attribute = ".".join(map(str, path))
+            line = f"the attribute {attribute} that forward sets on {state.path or 'the model'} is not kept"
+            self.recorder.assumptions.lines.append(line)
+        elif is_tensor:
+            self.reassigned.append(("attribute", name, value))
 
-    def _is_not_kept(self, what: str, state: ModuleState, is_or_are: str) -> None:
-        self.recorder.assumptions.lines.append(f"{what} {state.path or 'the model'} {is_or_are} not kept")
+
+def _set_on(state: ModuleState) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What is otherwise than in an earlier state of a module, with its path."""
+    now = {key: value for key, value in vars(state.module).items() if key not in _OF_TORCH}
+    for key, value in _differences(now, state.attributes):
+        yield (key,), value
+    for one in state.held:
+        if one.path[0] in _OF_TORCH:
+            continue
+        before, entries = _entries(one.content), _entries(one.holder)
+        if not isinstance(one.holder, set):
+            for key, value in _differences(entries, before):
+                yield (*one.path, key), value
+        if not before.keys() <= entries.keys() or (isinstance(one.holder, set) and entries != before):
+            yield one.path, UNKNOWN
+
+
+def _differences(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    for key, new in now.items():
+        value, old = unwatched(new), unwatched(before.get(key, _NOTHING))
+        if value is not old and not (type(value) is type(old) and isinstance(value, _PLAIN) and value == old):
+            yield key, value
+
+
+def _held_in(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[_Held]:
+    """The lists, dicts, sets and plain objects in an attribute, each once."""
+    holder = value if isinstance(value, (list, dict, set)) else dict_of(value)
+    is_other = isinstance(value, (*_PLAIN, torch.nn.Module, Tensor, type, types.ModuleType, types.FunctionType))
+    if is_other or not isinstance(holder, (list, dict, set)) or id(holder) in seen:
+        return
+    if len(path) > 1 and (len(path) > _DEEP or len(holder) > _LONG):
+        return
+    seen.add(id(holder))
+    yield _Held(path, holder, holder.copy())
+    if path[0] in _OF_TORCH or isinstance(holder, set) or len(holder) > _LONG:
+        return
+    for key, entry in _entries(holder).items():
+        yield from _held_in(entry, (*path, key), seen)
+
+
+def dict_of(value: Any) -> Any:
+    """The attributes of an object, unseen by whoever notes what is read of it; None where it has no dict."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _has_tensors(value: Any, depth: int = _DEEP) -> bool:
+    """Whether a value is a tensor, or holds one in lists, dicts or objects of a few levels."""
+    if isinstance(value, (Tensor, torch.nn.Module)) or depth < 0:
+        return True
+    if isinstance(value, (*_PLAIN, type, types.ModuleType, types.FunctionType)):
+        return False
+    inside = value if isinstance(value, (list, tuple, dict, set)) else dict_of(value) or ()
+    return any(_has_tensors(one, depth - 1) for one in (inside.values() if isinstance(inside, dict) else inside))
+
+
+def _entries(holder: Any) -> dict[Any, Any]:
+    """The entries of a list, dict or set by what they stand under."""
+    if isinstance(holder, dict):
+        return holder
+    return dict(enumerate(holder)) if isinstance(holder, list) else dict.fromkeys(holder, True)

@@ -345,7 +345,7 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Spelling:
 
 
 def _scalar(value: float, **how: Any) -> Spelling:
-    return torch.full, ((), value), {}
+    return torch.full, ((), value), {"dtype": how.get("dtype") or torch.get_default_dtype()}
 
 
 def _norm(x: Tensor, p: float | None = None, dim: Sequence[int] | None = None, keepdim: bool = False) -> Spelling:

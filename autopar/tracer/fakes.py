@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.private import FakeTensor, FakeTensorMode, without_modes
-from autopar.tracer.changes import ModuleState
+from autopar.tracer.changes import states_of
 from autopar.tracer.recorder import Recorder
 
 
@@ -46,14 +46,14 @@ class Fakes:
     @contextlib.contextmanager
     def swapped_into(self, root: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
         """Inside the block the module's tensors are fakes; afterwards all that the modules held is restored."""
-        before = [ModuleState.of(module, path) for path, module in root.named_modules()]
+        before = states_of(root)
         swapped: list[tuple[Any, str, Any]] = []
         try:
             for state in before:
                 self._swap(state.module, swapped)
             recorder.learn_names([fake for fake, _ in self._made.values()])
             recorder.names.sharing |= sharing([real for _, real in self._made.values()], recorder.names.fakes)
-            recorder.changes.before = [ModuleState.of(state.module, state.path) for state in before]
+            recorder.changes.before = states_of(root)
             yield
         finally:
             for held, name, value in swapped:  # a ScriptModule keeps its tensors where vars() does not see them

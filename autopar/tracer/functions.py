@@ -125,17 +125,17 @@ def record_attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], k
 
 
 def record_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle a function that computes, under autocast with its casts."""
+    """Handle a function that computes, under autocast with its casts; autocast does not see what has an out=."""
+    refuse_generator(recorder, args, kwargs)
+    if isinstance(kwargs.get("out"), Tensor):
+        return into(recorder, function, args, kwargs)
     if recorder.casts.on():
         return recorder.casts.call(function, args, kwargs)
     return plain_op(recorder, function, args, kwargs)
 
 
 def plain_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle a function that computes, without autocast."""
-    refuse_generator(recorder, args, kwargs)
-    if isinstance(kwargs.get("out"), Tensor):
-        return into(recorder, function, args, kwargs)
+    """Handle a function that computes, as it stands."""
     result = recorder.execute(function, args, kwargs)
     recorder.record(function, args, kwargs, result)
     return result

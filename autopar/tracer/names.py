@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")  # the attributes in which torch itself keeps what is registered
+from autopar.graph.held import plain_tensors
 
 
 class Names:
@@ -26,7 +23,7 @@ class Names:
         named = [("parameter", n, p) for n, p in root.named_parameters(remove_duplicate=False)]
         named += [("buffer", n, b) for n, b in root.named_buffers(remove_duplicate=False)]
         for path, module in root.named_modules():  # a plain attribute is a buffer too
-            named += [("buffer", ".".join(filter(None, (path, *at))), t) for at, t in _plain_tensors(module)]
+            named += [("buffer", ".".join(filter(None, (path, *at))), t) for at, t in plain_tensors(module)]
         for kind, name, tensor in named:
             self.of[id(tensor)] = (*self.of.get(id(tensor), ()), name)
             self.kinds.setdefault(id(tensor), kind)
@@ -39,18 +36,3 @@ class Names:
             name = f"{kind} {name}"
         self.taken.add(prefix + name)
         return name
-
-
-def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Tensors that a module holds as plain attributes, also in a list or dict, with their paths."""
-    for name, value in vars(module).items():
-        entries: Any = ()
-        if name in _REGISTERED:
-            continue
-        if isinstance(value, Tensor):
-            yield (name,), value
-        elif isinstance(value, (list, tuple)):
-            entries = enumerate(value)
-        elif isinstance(value, dict):
-            entries = value.items()
-        yield from (((name, str(at)), entry) for at, entry in entries if isinstance(entry, Tensor))

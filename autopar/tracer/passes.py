@@ -77,18 +77,22 @@ def _added_to_nothing(node: fx.Node) -> Any:
     one, other = node.kwargs["input"], node.kwargs["other"]
     if not isinstance(one, fx.Node):
         one, other = other, one
-    is_nothing = isinstance(other, (int, float)) and other == 0
+    is_nothing = isinstance(other, (int, float)) and other == 0 and node.kwargs.get("alpha", 1) == 1
     return one if is_nothing and isinstance(one, fx.Node) and _are_alike(type_of(one), type_of(node)) else None
 
 
 def _only_part(node: fx.Node) -> Any:
     """The one operand of a cat that is not empty; None for several, after the empty ones are dropped.
 
-    A model may put an empty cache in front of its first keys, or an empty rest behind rotated dims.
+    A model may put an empty cache in front of its first keys, or an empty rest behind rotated dims. The dtype of the
+    result is also that of the empty ones: the others are cast to it.
     """
     dim: Any = node.kwargs.get("dim", 0)
     tensors: Any = node.kwargs["tensors"]
     filled = [t for t in tensors if type_of(t).shape != (0,) and type_of(t).shape[dim] != 0] or list(tensors)[:1]
+    dtype = type_of(node).torch_dtype
+    if len(filled) < len(tensors):
+        filled = [t if type_of(t).torch_dtype == dtype else emit(node, "to", input=t, dtype=dtype) for t in filled]
     if len(filled) == 1:
         return filled[0]
     node.kwargs = {**node.kwargs, "tensors": filled}

@@ -49,7 +49,13 @@ SAYS_ITS_SHAPE = {  # a call with the same result, whose shape does not depend o
 class Recorder:
     """The parts of one capture, and how a call becomes a node."""
 
-    def __init__(self, root: torch.nn.Module, assume: Assume, precision: Precision | None = None) -> None:
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        assume: Assume,
+        precision: Precision | None = None,
+        keeps: frozenset[str] = frozenset(),
+    ) -> None:
         self.root = root
         self.precision = precision
         self.stand_ins: dict[int, str] = {}  # id(cast of a parameter under precision=) -> name of the parameter
@@ -59,7 +65,7 @@ class Recorder:
         self.names = Names()
         self.call = RunningCall()
         self.values = Values(self)
-        self.changes = Changes(self)
+        self.changes = Changes(self, keeps)
         self.casts = Casts(self)
         self.hooks = Hooks(self)
         self.below = DispatchMode(self)

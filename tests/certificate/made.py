@@ -13,6 +13,7 @@ from autopar import Assume, DeviceMesh
 from autopar.codegen.lower import lower
 from autopar.request import Request
 from autopar.runtime.collectives import BEGIN, PACK, STEPS
+from autopar.search import plan_of
 from tests.equality.matrix import made
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
@@ -32,7 +33,7 @@ def lowered(name, preset, **how):
     """The program of the last device of a model under a preset."""
     request = Request(mesh=MESH, memory_budget="inf", assume=Assume(no_padding=True), parallel=preset, **how)
     graph = traced(name, **how)
-    plan = request.plan(graph)
+    plan = plan_of(graph, request)
     return lower(request.as_planned(graph, plan), plan, (1, 1))
 
 

@@ -22,17 +22,20 @@ from autopar.kernels import NAMES, rms_norm
 from autopar.letters import NotCertified, NotServed
 from autopar.request import Request
 from autopar.runtime.collectives import STEPS
+from autopar.search import plan_of
 from tests.certificate.made import BOTH, MESH, NARROWER, SEQUENCE, broken, lowered
 from tests.fuzz.trial import drawn
 from tests.random_plans import random_plan
+from tests.shares import diagonal, one_in
 
 PRESETS = (None, "dp", "zero3", "megatron", "2d", BOTH, SEQUENCE)
 KNOWN = 0.9  # of values and of ends, of these models
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=str)
 @pytest.mark.parametrize(
-    ("name", "turns"), [("gpt2", 1), ("bert", 1), ("vit", 1), ("llama", 1), ("gpt2", 2), ("llama", 2)]
+    ("name", "turns", "preset"),
+    diagonal([("gpt2", 1), ("bert", 1), ("vit", 1), ("llama", 1), ("gpt2", 2), ("llama", 2)], PRESETS),
+    ids=str,
 )
 def test_programs_are_typed(name, turns, preset):
     found = lowered(name, preset, microbatches=turns).certified()
@@ -52,7 +55,7 @@ def with_kernels(monkeypatch):
 WITH_KERNELS = (("gpt2", "zero3"), ("gpt2", BOTH), ("llama", "megatron"), ("llama", BOTH))
 
 
-@pytest.mark.parametrize(("name", "preset"), WITH_KERNELS)
+@pytest.mark.parametrize(("name", "preset"), one_in(2, WITH_KERNELS, 1))
 def test_programs_with_kernels_are_typed(name, preset, with_kernels):
     """As the ops are that each kernel stands for; of a cut vocabulary the loss alone is open, no gradient."""
     program = lowered(name, preset, **with_kernels)
@@ -176,7 +179,7 @@ class Odd(nn.Module):
 def test_uneven_parts_and_ops_without_a_line_are_let_pass(preset):
     request = Request(mesh=autopar.DeviceMesh((3,), ("dp",)), memory_budget="inf", parallel=preset)
     graph = request.trace(Odd(), {"x": torch.randn(9, 10)})
-    assert lower(graph, request.plan(graph), (2,)).certified().values > 10
+    assert lower(graph, plan_of(graph, request), (2,)).certified().values > 10
 
 
 def test_views_keep_what_is_cut():

@@ -15,6 +15,7 @@ from autopar.codegen.halves import COLLECTIVES
 from autopar.codegen.lower import lower
 from autopar.request import Request
 from autopar.runtime.collectives import PACK, STEPS
+from autopar.search import plan_of
 from autopar.testing import Equality, on_threads
 from tests.models import batch_of, eager_links, mlp_case
 from tests.training import whole
@@ -108,7 +109,7 @@ def test_what_waits_shares_no_message_with_what_each_micro_batch_reduces():
     """The gradients of a batch norm are reduced at once, for the statistics that they are made of are; others wait."""
     request = Request(mesh=DeviceMesh((2,), ("dp",)), memory_budget="inf", parallel="dp")
     graph = request.trace(Pictures().double(), {"x": torch.randn(8, 3, 6, 6).double()})
-    joint = lower(graph, request.plan(graph), (1,)).joint
+    joint = lower(graph, plan_of(graph, request), (1,)).joint
     assert len(joint.settle.find_nodes(op="placeholder")) == len(set(joint.settled_from))
     sending = (STEPS["all_reduce"], STEPS["all_reduce_bucket"], PACK["all_reduce"])
     reduced = [n.args[0] for n in joint.hold.nodes if n.target in sending]

@@ -22,9 +22,9 @@ from autopar import DeviceMesh, Plan
 from autopar.codegen import halves, joint, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.codegen.lower import lower
-from autopar.graph.graph import write_buffer
+from autopar.graph import graph
+from autopar.graph.held import write_buffer
 from autopar.letters import BadPlan, NotServed
-from autopar.module import parallel
 from autopar.solver import archive, policies
 from autopar.space import timeline
 from autopar.testing import Equality, on_processes
@@ -467,7 +467,7 @@ def _twice(patch):
         write_buffer(model, name, value)
         write_buffer(model, name, value + (value - before))
 
-    patch.setattr(parallel, "write_buffer", written)
+    patch.setattr(graph, "write_buffer", written)
 
 
 @pytest.mark.parametrize("mutant, name", [(_another_key, "gpt2"), (_twice, "pictures")])

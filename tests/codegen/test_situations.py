@@ -6,6 +6,7 @@ The parallel model computes what the single-device model does, and lowers once f
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autopar import DeviceMesh
 from autopar.letters import BadInput, NotCaptured
 from autopar.module import state
 from autopar.request import Request
+from autopar.search import plan_again, plan_of
 from autopar.testing import Equality, on_threads
 from tests.language import gpt2
 from tests.models import MLP, batch_of, eager_links, mlp_case
@@ -55,6 +57,19 @@ def test_batches_of_other_sizes(preset, mesh):
     for rank in on_threads(mesh.size, body):
         for ours, theirs in zip(rank, expected, strict=True):
             Equality.in_float64(f"{preset} on {mesh}", ours, theirs, 1e-9).check()
+
+
+def test_a_pattern_that_matches_parameters_alone_does_not_undo_other_constraints():
+    """Their storage is pinned by name where another batch is planned, which comes before any pattern."""
+    model, batch = mlp_case()
+    asked = dict(mesh=DeviceMesh((2, 2), ("dp", "tp")), constraints={"*.weight": "S(0)@dp; *", "x": "S(0)@dp"})
+    request = Request(**asked, memory_budget="inf")
+    first = plan_of(request.trace(model, batch), request)
+    again = plan_again(request.trace(model, batch_of(4)), request, first)
+    assert again.decisions["x"].flows() == first.decisions["x"].flows() and "another batch" not in dict(again.defaults)
+    impossible = dataclasses.replace(request, constraints={"x": "S(7)@dp"})
+    told = dict(plan_again(request.trace(model, batch_of(3)), impossible, first).defaults)
+    assert told["another batch"].startswith("without constraints and preset: ")
 
 
 def ids(rows, length):
@@ -128,10 +143,7 @@ def test_dropout_stops_in_eval_and_parameters_thaw():
 def test_one_kind_of_call_is_planned_once_however_it_is_written(monkeypatch):
     model, batch = mlp_case()
     planned = []
-    again = Request.plan_again
-    monkeypatch.setattr(
-        Request, "plan_again", lambda self, graph, *how: planned.append(graph) or again(self, graph, *how)
-    )
+    monkeypatch.setattr("autopar.api.plan_again", lambda graph, *how: planned.append(graph) or plan_again(graph, *how))
 
     def body(rank):
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, cluster=eager_links())

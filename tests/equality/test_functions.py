@@ -12,6 +12,7 @@ import autopar
 from autopar.testing import Equality
 from tests.models import FunctionModel
 from tests.random_plans import random_plan
+from tests.shares import diagonal
 from tests.training import whole
 
 MESHES = [autopar.DeviceMesh((2,)), autopar.DeviceMesh((3,)), autopar.DeviceMesh((2, 2), ("dp", "tp"))]
@@ -264,10 +265,10 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name, mesh", diagonal(list(FUNCTIONS), MESHES, len(MESHES)), ids=str)
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
-def test_it_is_right_under_random_plans(name, threads):
-    check(name, threads, range(1))
+def test_it_is_right_under_random_plans(name, mesh, threads):
+    check(name, threads, range(1), [mesh])
 
 
 @pytest.mark.nightly
@@ -277,7 +278,7 @@ def test_it_is_right_under_many_random_plans(name, threads):
     check(name, threads, range(1, 10))
 
 
-def check(name, threads, seeds):
+def check(name, threads, seeds, meshes=MESHES):
     model, batch = FunctionModel(FUNCTIONS[name], 6, 6), {"x": torch.randn(6, 6).double()}
     reference = copy.deepcopy(model)
     loss = reference(**batch)
@@ -295,7 +296,7 @@ def check(name, threads, seeds):
         loss.backward()
         return {"loss": loss.detach(), "weight": whole(mine.weight.grad), "mean": mine.mean + 1, "var": mine.var}
 
-    for mesh in MESHES:
+    for mesh in meshes:
         for seed in seeds:
             for result in threads(mesh.size, body, random_plan(model, batch, mesh, seed)):
                 Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()

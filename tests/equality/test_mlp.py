@@ -9,6 +9,7 @@ import torch
 
 import autopar
 from tests.models import eager_links, mean_square, mlp_case, mlp_pins
+from tests.shares import diagonal
 from tests.training import Reference, train_parallel
 
 MESHES = [
@@ -39,7 +40,7 @@ def plans(model, batch, mesh, kind, runs):
     return made
 
 
-def sample(mesh, kind, count=3):
+def sample(mesh, kind, count=2):
     """Some of the runs, others in each case: over the cases each comes up as often as any other."""
     first = count * (MESHES.index(mesh) * len(KINDS) + KINDS.index(kind))
     return [RUNS[(first + i) % len(RUNS)] for i in range(count)]
@@ -117,11 +118,17 @@ def test_the_full_matrix(mesh, threads, local_tensor, processes):
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [autopar.DeviceMesh((3,)), autopar.DeviceMesh((2, 2), ("dp", "tp")), autopar.DeviceMesh((1, 4), ("none", "tp"))],
+    "mesh, kind",
+    diagonal(
+        [
+            autopar.DeviceMesh((3,)),
+            autopar.DeviceMesh((2, 2), ("dp", "tp")),
+            autopar.DeviceMesh((1, 4), ("none", "tp")),
+        ],
+        KINDS,
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_uneven_parts_change_nothing(mesh, kind, threads):
     model, batch = mlp_case(width=11, batch=7)
     runs = [("adamw", "inside", "float64")]

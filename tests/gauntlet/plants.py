@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from autopar.codegen import halves, joint, joint_passes, local, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
-from autopar.graph import walks
-from autopar.graph.graph import info, op_name, write_buffer
-from autopar.module import checkpoint, init, parallel, runner, storage, turn_runner, waiting
+from autopar.graph import graph, walks
+from autopar.graph.graph import info, op_name
+from autopar.graph.held import write_buffer
+from autopar.module import checkpoint, init, runner, storage, turn_runner, waiting
 from autopar.module.runner import Primals
 from autopar.module.storage import Storage
 from autopar.ops import attention as attention_entry
@@ -446,7 +447,7 @@ def counts_move_twice(patch: Patch) -> None:
         write_buffer(model, name, value)
         write_buffer(model, name, value + (value - before))
 
-    patch.setattr(parallel, "write_buffer", written)
+    patch.setattr(graph, "write_buffer", written)
 
 
 def saves_before_the_sum(patch: Patch) -> None:

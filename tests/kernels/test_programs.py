@@ -15,6 +15,7 @@ from autopar.kernels import NAMES
 from tests.kernels.sites import SITES
 from tests.language import bert, drawn, gpt2, llama
 from tests.models import eager_links
+from tests.shares import diagonal
 
 MODELS = {
     "gpt2": lambda: gpt2(dropout=0.0),
@@ -26,7 +27,6 @@ MODELS = {
     "gpt_neox": lambda: of("gpt_neox"),
     "t5 1.1": lambda: of("t5 1.1", dropout_rate=0.0),
 }
-LONG = ("t5 1.1", "gemma2", "gpt2, dropout")  # whose other ways are nightly
 HOW = {
     "zero3 on four": ((4,), {"parallel": "zero3"}),
     "two by two, recompute": ((2, 2), {"parallel": {"data": 2, "tensor": 2}, "recompute": "full"}),
@@ -67,14 +67,7 @@ def run(threads, model, how, kernels):
     return threads(ranks, step, models, batch, mesh, kernels, asked)[0]
 
 
-@pytest.mark.parametrize(
-    "model, how",
-    [
-        pytest.param(m, h, marks=pytest.mark.nightly if m in LONG and i else [])
-        for m in MODELS
-        for i, h in enumerate(HOW)
-    ],
-)
+@pytest.mark.parametrize("model, how", diagonal(list(MODELS), list(HOW), 3))
 def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
     _, plain, gradients = run(threads, model, how, False)
     count, loss, found = run(threads, model, how, NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from autopar import Cluster, DeviceMesh
 from autopar.letters import BadBudget, Infeasible
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted, prices_of
-from autopar.solver.figures import budget_for
+from autopar.solver.figures import budget_for, size
 from autopar.solver.points import Point
 from autopar.space.memory import Memory, Piece
 from autopar.space.setting import Setting
@@ -26,7 +27,7 @@ from autopar.space.shardings import shardings
 from autopar.space.timeline import Momentary
 from autopar.space.windows import Window
 from autopar.tracer import ColoTracer
-from tests.language import CASES, gpt2, zeros
+from tests.language import CASES, gpt2, meta_gpt2, zeros
 from tests.models import mlp_case, still
 from tests.solver.random_spaces import spaces
 
@@ -201,6 +202,34 @@ def test_a_budget_that_cannot_be_read_is_a_letter(budget):
     model, batch = mlp_case()
     with pytest.raises(BadBudget, match="no number of bytes"):
         autopar.plan(model, batch, mesh=2, memory_budget=budget)
+
+
+@pytest.mark.parametrize("policy", ["selective", "full", "chen"])
+def test_the_budget_that_a_letter_names_is_met_under_a_policy(policy):
+    model, batch = meta_gpt2(2, rows=16, length=128)
+    how = {"mesh": (2,), "recompute": policy, "microbatches": 1, "chunks": 1}
+    with pytest.raises(Infeasible) as letter:
+        autopar.plan(model, batch, memory_budget="200MiB", **how)
+    assert 'recompute="auto"' in letter.value.advice
+    plan = autopar.plan(model, batch, memory_budget=math.ceil(letter.value.smallest), **how)
+    assert plan.recomputed and plan.peak_bytes <= letter.value.smallest
+
+
+def test_a_letter_about_all_meshes_tells_of_the_smallest_plan():
+    model, batch = meta_gpt2(2, rows=16, length=128)
+    with pytest.raises(Infeasible) as letter:
+        autopar.plan(model, batch, mesh=4, memory_budget="150MiB", microbatches=1, chunks=1)
+    told = re.search(r"the smallest plan is on mesh .*: (.*) at the .*, which recomputes \d+ values", letter.value.seen)
+    assert told[1] == size(letter.value.smallest)
+
+
+def test_a_budget_beyond_the_device_is_told():
+    model, batch = mlp_case()
+    said = [
+        dict(autopar.plan(model, batch, mesh=2, cluster="h100-8x1", memory_budget=budget).defaults).get("memory_budget")
+        for budget in ("81GiB", "79GiB", "inf", None)
+    ]
+    assert said == ["more than the 80 GiB of a device", None, None, "90% of the 80 GiB of a device"]
 
 
 @pytest.mark.parametrize(

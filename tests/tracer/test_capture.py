@@ -141,6 +141,8 @@ def test_the_loss_is_found():
     assert trace(MLP(), {"x": torch.empty(8, 16)}).loss is None
     graph = trace(MLP(), {"x": torch.empty(8, 16)}, loss=lambda out, inputs: (out - inputs["x"]).pow(2).sum())
     assert graph.loss == 0 and graph.output_names[0] == "loss"
+    with pytest.raises(NotCaptured, match=r"shape \(8, 16\), not one number"):
+        trace(MLP(), {"x": torch.empty(8, 16)}, loss=lambda out, inputs: out - inputs["x"])
 
 
 @pytest.mark.parametrize(

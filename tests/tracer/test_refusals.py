@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.graph.graph import Graph
 from autopar.letters import NotCaptured
 from autopar.tracer import ColoTracer
 from tests.models import FunctionModel
@@ -325,10 +326,12 @@ def test_a_number_that_forward_changes_and_goes_by_is_a_letter():
     assert model.step == 0
 
 
-@pytest.mark.parametrize("goes_by", ["nothing", "its length"])
-def test_a_number_that_forward_changes_and_no_call_but_the_first_shows_is_none(goes_by):
-    graph = ColoTracer().trace(Warmed(goes_by), (torch.randn(2, 4),))
-    assert any("that forward sets on the model is not kept" in line for line in graph.assumptions)
+def test_a_number_that_forward_changes_is_kept_where_a_call_goes_by_it():
+    graph = ColoTracer().trace(Warmed("nothing"), (torch.randn(2, 4),))
+    assert graph.assumptions == ("the attribute step that forward sets on the model is not kept",) and not graph.leaves
+    graph = ColoTracer().trace(Warmed("its length"), (torch.randn(2, 4),))
+    assert graph.leaves == (("longest", 2),) and not graph.assumptions and "attribute longest = 2" in str(graph)
+    assert Graph.from_json(graph.to_json()).leaves == graph.leaves
 
 
 @pytest.mark.parametrize("table", [nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True, mode="sum")])

@@ -25,13 +25,17 @@ from tests import language
 from tests.fuzz.trial import fuzz
 from tests.models import eager_links, mlp_case
 from tests.oracle import ByPosition, InFloat64
+from tests.shares import diagonal
 from tests.training import whole
 from tests.turns.cases import MODELS, ROWS, SEED, case, check, on_rank, pictures, values, words
 from tests.zoo import families
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("turns, mesh", [(2, (1,)), (8, (1,)), (4, (2, 2))], ids=str)
+@pytest.mark.parametrize(
+    "turns, mesh, name",
+    [*diagonal([(2, (1,)), (8, (1,))], list(MODELS)), *(((4, (2, 2), name)) for name in MODELS)],
+    ids=str,
+)
 def test_a_model_in_micro_batches_is_the_model(name, turns, mesh):
     mesh = DeviceMesh(mesh)
     if mesh.size > 1 and name in ("t5", "convnext"):

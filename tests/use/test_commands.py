@@ -135,6 +135,17 @@ def test_states_of_parameters_of_sixteen_bits_count_as_they_are_kept(optimizer):
     assert Needs.of(graph, request).states == count * (2 + 2 + kept)
 
 
+def test_a_batch_that_nobody_named_is_told(caplog):
+    with caplog.at_level("INFO", logger="autopar"):
+        Named("gpt2", "batch=4").made()
+        Named("vit-base").made()
+        Named("gpt2", "batch=4,seq=8").made()
+    assert [record.getMessage() for record in caplog.records] == [
+        "--inputs leaves out seq: the batch is input_ids 4x512, labels 4x512",
+        "--inputs leaves out batch: the batch is pixel_values 8x3x224x224, labels 8",
+    ]
+
+
 def test_configurations_that_are_shipped_can_be_made():
     sizes = {"gpt2": 124.4, "llama-3-8b": 8030.3, "qwen3-8b": 8190.7, "bert-base": 109.5, "llama-3.2-1b": 1235.8}
     for name in shipped():
@@ -245,6 +256,7 @@ LETTERS = {
         "made for another graph",
     ),
     "a page over its plan": (("report", "{plan}", "-o", "{plan}"), "would be written over"),
+    "budgets of no page": ((*PLAN, "--budgets", "5"), "--report plan.html"),
     "no such place": (("explain", "{plan}", "block.*.up"), "has no site called"),
     "no ranks": (("calibrate", "--ranks", "0"), "no number of ranks"),
     "no such kind": (("fit", f"{HERE}:with_inputs", "--clusters", "h1000"), "did you mean 'h100'"),

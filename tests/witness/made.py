@@ -21,6 +21,7 @@ from transformers import (
 from autopar import Assume, DeviceMesh
 from autopar.codegen.lower import lower
 from autopar.request import Request
+from autopar.search import plan_of
 from autopar.space import timeline
 
 ROWS, LENGTH, WORDS = 16, 8, 64
@@ -132,6 +133,6 @@ def _lowered(name: str, plan: str, how):
     with pytest.MonkeyPatch.context() as patch:
         if request.recompute == "full":
             patch.setattr(timeline, "SMALL", 0)  # what is small is recomputed too: these models are
-        found = request.plan(graph)
+        found = plan_of(graph, request)
         assert bool(found.recomputed) == (request.recompute == "full")
     return lower(request.as_planned(graph, found), found, tuple(n - 1 for n in shape))

@@ -65,7 +65,7 @@ def test_what_is_cast_is_taken(plan):
         ("mlp", "tensor and zero3", {}),
         ("mlp", "hsdp", {}),
         ("llama", "tensor", {}),
-        ("llama", "tensor and zero3", TURNS | AGAIN),
+        pytest.param("llama", "tensor and zero3", TURNS | AGAIN, marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

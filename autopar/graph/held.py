@@ -1,0 +1,90 @@
+"""What a module holds under dotted names: tensors and values, registered, as attributes, in lists, tuples and dicts.
+
+blocks.0.scale       a parameter, a buffer or an attribute of the module blocks.0
+tables.1, state.ema  an entry of a list or a dict that is an attribute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # the attributes in which torch itself keeps what is registered
+
+
+def plain_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Tensors that a module holds as plain attributes, also in a list, tuple or dict, with their paths."""
+    for name, value in vars(module).items():
+        entries: Any = ()
+        if name in _REGISTERED:
+            continue
+        if isinstance(value, Tensor):
+            yield (name,), value
+        elif isinstance(value, (list, tuple)):
+            entries = enumerate(value)
+        elif isinstance(value, dict):
+            entries = value.items()
+        yield from (((name, str(at)), entry) for at, entry in entries if isinstance(entry, Tensor))
+
+
+def replace_plain_tensors(module: torch.nn.Module, made: Callable[[Tensor], Tensor]) -> None:
+    """Replace every tensor of `plain_tensors` by what `made` gives for it, except for parameters."""
+    for path, tensor in list(plain_tensors(module)):
+        if not isinstance(tensor, torch.nn.Parameter):
+            set_at(module, ".".join(path), made(tensor))
+
+
+def tensor_of(model: torch.nn.Module, name: str) -> Tensor:
+    """The tensor under a dotted name: a parameter, buffer or attribute, maybe in a list or dict."""
+    found: Tensor = _at(model, name)
+    return found
+
+
+def set_at(model: torch.nn.Module, name: str, value: Any) -> None:
+    """Let a dotted name stand for another value; a list that is one entry shorter grows."""
+    above, _, last = name.rpartition(".")
+    owner = _at(model, above)
+    if isinstance(owner, tuple):
+        place = int(last)
+        set_at(model, above, (*owner[:place], value, *owner[place + 1 :]))
+    elif isinstance(owner, list):
+        owner[int(last) : int(last) + 1] = [value]
+    elif isinstance(owner, dict):
+        is_of_numbers = last.isdecimal() and not any(isinstance(key, str) for key in owner)
+        owner[next((key for key in owner if str(key) == last), int(last) if is_of_numbers else last)] = value
+    else:
+        setattr(owner, last, value)
+
+
+def write_buffer(model: torch.nn.Module, name: str, value: Tensor) -> None:
+    """Give a buffer its new value: in place where shape and dtype are the same, else as a new tensor."""
+    above, _, last = name.rpartition(".")
+    owner = _at(model, above)
+    held = _entry(owner, last, None)
+    if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype:
+        with torch.no_grad():
+            held.copy_(value)
+    elif held is None and isinstance(owner, torch.nn.Module) and not hasattr(owner, last):
+        owner.register_buffer(last, value.detach())
+    else:
+        set_at(model, name, value.detach())
+
+
+def _at(model: torch.nn.Module, name: str) -> Any:
+    """What stands under a dotted name; the model itself under ""."""
+    at: Any = model
+    for part in name.split(".") if name else ():
+        at = _entry(at, part)
+    return at
+
+
+def _entry(owner: Any, part: str, *default: Any) -> Any:
+    """The entry of a list, tuple or dict, or the attribute of anything else; the default where there is none."""
+    if isinstance(owner, (list, tuple)):
+        return owner[int(part)] if not default or int(part) < len(owner) else default[0]
+    if isinstance(owner, dict):
+        return next((value for key, value in owner.items() if str(key) == part), *default)
+    return getattr(owner, part, *default)

@@ -1,0 +1,182 @@
+"""The search for a plan of a traced batch: over numbers of micro-batches, and over meshes.
+
+Each graph and mesh that it comes to is planned by `planning.py`.
+
+    plan_of      the plan of a batch
+    plan_again   the plan of another batch, for a model whose parameters are stored already
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import numbers
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from glob import escape
+from typing import Any
+
+from autopar.arguments import check_fits, device_count
+from autopar.graph.graph import Graph, info, rows_of_batch
+from autopar.letters import BadConstraint, BadPreset, Infeasible, Letter, NotServed
+from autopar.planning import Planning
+from autopar.request import Request
+from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.figures import budget_for, size
+from autopar.solver.meshes import best_mesh, meshes
+from autopar.solver.plan import Beside, Plan
+from autopar.solver.rivals import PricedSpace
+from autopar.turns import head_of
+
+log = logging.getLogger("autopar")
+_BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against
+_AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
+_TURNS_TRIED = 3  # numbers of turns, before what the last two lack says whether more may fit
+
+
+def plan_of(graph: Graph, request: Request, started: float = math.inf) -> Plan:
+    """The fastest plan found for a graph, on the mesh that is asked for or on the best one.
+
+    `started` is the time of the monotonic clock from which the time limit counts.
+    """
+    began = time.monotonic()
+    found = _in_few_turns(graph, request, started)
+    log.info("planned on mesh %s in %.1f s, gap %.2f%%", found.mesh, time.monotonic() - began, 100 * found.gap)
+    if isinstance(found.search, PricedSpace):
+        found.search.others = functools.partial(_beside, graph, request, found.mesh, found.microbatches)
+    return found
+
+
+def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool = True) -> Plan:
+    """A plan of another graph of the same model, with parameters stored as in the first plan.
+
+    Where no plan is found, constraints and preset are dropped, then the budget.
+    """
+    before, axes, asked = first.parameters, first.mesh.axes, dict(request.constraints or {})
+    stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
+    reached = _matching(graph, asked)
+    mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
+    turns, chunks = _turns_again(graph, request) if has_gradients else (1, 1)
+    again = replace(request, mesh=first.mesh, time_limit=None, gap=max(request.gap, _AGAIN))
+    again = replace(again, microbatches=turns, chunks=chunks)
+    letter: Letter | None = None
+    for dropped, freer in (
+        ("", {"constraints": {**stored, **mine}}),
+        ("constraints and preset", {"constraints": stored, "parallel": None}),
+        ("constraints, preset and budget", {"constraints": stored, "parallel": None, "memory_budget": math.inf}),
+    ):
+        try:
+            found = plan_of(graph, replace(again, **freer))
+        except (BadConstraint, BadPreset, Infeasible) as e:
+            letter = letter or e
+        else:
+            said = () if letter is None else (("another batch", f"without {dropped}: {letter.what}"),)
+            return replace(found, defaults=(*said, *found.defaults))
+    assert letter is not None
+    raise letter
+
+
+def _beside(graph: Graph, request: Request, mesh: DeviceMesh, turns: int) -> tuple[Beside, ...]:
+    """Step time and memory of plans by well-known presets on a mesh, without a budget or constraints."""
+    freer: dict[str, Any] = {"mesh": mesh, "memory_budget": math.inf, "constraints": None, "microbatches": turns}
+    found = []
+    for name in _BESIDE:
+        try:
+            plan = _in_few_turns(graph, replace(request, **freer, parallel=name, time_limit=None))
+            found.append(Beside(name, plan.step_time_s, plan.peak_bytes, plan.peak_bytes <= request.budget))
+        except (BadConstraint, BadPreset, Infeasible):
+            found.append(Beside(name, math.inf, 0, False, "does not go with this model or mesh"))
+    return tuple(found)
+
+
+def _in_few_turns(graph: Graph, request: Request, started: float = math.inf) -> Plan:
+    """The fastest plan found for a graph; with "auto", in as few micro-batches as fit in the budget."""
+    until = math.inf if request.time_limit is None else started + request.time_limit
+    if request.microbatches != "auto":
+        return _on_meshes(Planning(request, request.in_turns(graph, int(request.microbatches)), until))
+    letters: dict[int, Infeasible] = {}  # by micro-batches
+    for turns in _numbers_of_turns(rows_of_batch(graph)):
+        try:
+            return _on_meshes(Planning(request, request.in_turns(graph, turns), until, is_trial=turns > 1))
+        except Infeasible as e:
+            letters[turns] = e
+            if not _may_fit(letters, request.budget):
+                break
+        except (NotServed, BadConstraint, BadPreset):
+            if not letters:
+                raise
+            break  # the model looks at all rows, or devices cannot share so few
+    raise _of_the_smallest(letters)
+
+
+def _on_meshes(planning: Planning) -> Plan:
+    """The fastest plan found on the mesh that is asked for, or on the best one."""
+    asked, hardware = planning.request.mesh, planning.request.hardware
+    if asked is None or (isinstance(asked, numbers.Integral) and not isinstance(asked, bool)):
+        count = device_count(None if asked is None else int(asked), hardware)
+        check_fits(count, hardware)
+        return best_mesh(meshes(count), planning.on, planning.until)
+    mesh = DeviceMesh.of(asked)
+    check_fits(mesh.size, hardware)
+    return planning.on(mesh)
+
+
+def _turns_again(graph: Graph, request: Request) -> tuple[int | str, int | str]:
+    """Micro-batches and chunks for another batch: gcds of the numbers asked for and the batch's rows."""
+
+    def shared(asked: int | str, rows: int) -> int | str:
+        return asked if asked == "auto" else math.gcd(int(asked), rows)
+
+    head = head_of(graph, request.keeps_outputs).head
+    return shared(request.microbatches, rows_of_batch(graph)), shared(request.chunks, 1 if head is None else head.rows)
+
+
+def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
+    """Whether more turns may fit in the budget, after these did not.
+
+    At best a part of what they need is proportional to the rows of a turn: the last two numbers of turns say how large
+    that part is, and what is left without it. The first few smallest plans are not known well enough to say.
+    """
+    *_, last = letters
+    if letters[last].is_of_states:
+        return False
+    if len(letters) < _TURNS_TRIED:
+        return True
+    *_, before, last = letters
+    saved = (letters[before].smallest - letters[last].smallest) * before / (last - before)
+    return letters[last].smallest - saved <= budget
+
+
+def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
+    """The letter about the whole batch; it names a plan in micro-batches if a smaller one was found."""
+    whole, turns = letters[1], min(letters, key=lambda turns: letters[turns].smallest)
+    smallest = letters[turns].smallest
+    if not smallest < whole.smallest:
+        return whole
+    return whole.but(
+        seen=f"{size(smallest)} in the smallest plan that was found, in {turns} micro-batches; "
+        f"{size(whole.smallest)} in the smallest that was met of the whole batch at once",
+        advice=f"{budget_for(smallest)}, or more devices",
+        smallest=smallest,
+    )
+
+
+def _numbers_of_turns(rows: int) -> Iterator[int]:
+    """Divisors of the rows of a batch, from 1 on, each at least a third more than the one before."""
+    before = 0
+    for turns in range(1, max(rows, 1) + 1):
+        if rows % turns == 0 and 3 * turns >= 4 * before:
+            yield turns
+            before = turns
+
+
+def _matching(graph: Graph, patterns: Mapping[str, Any]) -> set[str]:
+    """The patterns that match a name in this graph: another batch may not reach all that the first did."""
+    names = {"out", *(f"out.{name}" for name in graph.output_names)}
+    for node in graph.nodes:
+        about = info(node)
+        names.update(name for name in (about.key, about.module, *about.names) if name)
+    return {pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}
