@@ -215,6 +215,9 @@ CASES = {
     "rotary, an angle a row, transposed": Case(
         rotary, ((2, 7, 4, 24), (2, 1, 4, 24), (2, 1, 4, 24)), still=2, lies=lambda x: _transposed(x)
     ),
+    "rotary, its width before its places": Case(
+        rotary, ((2, 3, 6, 16), (1, 1, 6, 16), (1, 1, 6, 16)), still=2, lies=lambda x: _turned(x)
+    ),
 }
 
 
@@ -236,11 +239,17 @@ def _transposed(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """The last two dims the other way round in memory, as a product with a transpose leaves its gradient."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() > 1 else x
+
+
 def results(function, operands, dtype=torch.float32):
-    """A call's value, and the gradients of its operands for one that is drawn in a dtype."""
+    """A call's value, and the gradients of its operands for one that is drawn in a dtype: turned if it has 16 bits."""
     made = function(*operands)
     made, dice = made if isinstance(made, tuple) else (made,), torch.Generator().manual_seed(1)
     gradients = [torch.randn(y.shape, generator=dice).to(y.device, dtype).to(y.dtype) for y in made]
+    gradients = gradients if dtype == torch.float32 else list(map(_turned, gradients))
     given = torch.autograd.grad(made, [x for x in operands if x.requires_grad], gradients)
     return [*(y.detach() for y in made), *given]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.graph.graph import info, op_name
-from autopar.letters import NotCaptured
+from autopar.letters import BadInput, NotCaptured
 from autopar.tracer import ColoTracer
 from tests.models import MLP, mlp_case
 from tests.tracer.cases import check
@@ -88,6 +88,26 @@ def test_a_mean_is_a_sum_over_the_global_count():
     assert [op_name(n) for n in graph.nodes if info(n).kind == "op"] == ["identity", "add", "mse_loss", "sum", "div"]
     division = next(n for n in graph.nodes if op_name(n) == "div")
     assert division.kwargs["other"] == 16
+
+
+def test_a_replay_takes_constants_as_they_were_traced():
+    class Labelled(Of):
+        def forward(self, x, labels=None, scale=1):
+            y = x @ self.weight * scale
+            return y if labels is None else y + labels
+
+    model, x = Labelled(None), torch.randn(4, 4)
+    replay = ColoTracer().trace(model, (x, None, 1)).module(model)
+    assert torch.equal(replay(x, None, 1), model(x))
+    for other in ((x, x, 1), (x, None, 1.0), (x, None, True)):
+        with pytest.raises(BadInput, match="a constant argument differs"):
+            replay(*other)
+
+
+def test_dropout_alone_is_turned_off():
+    graph = trace(Of(lambda m, x: F.dropout(torch.bernoulli(x, p=0.5) + m.weight, 0.3)), (torch.empty(4, 4),))
+    left = {op_name(n): n.kwargs["p"] for n in graph.without_dropout().nodes if "p" in n.kwargs}
+    assert left == {"bernoulli": 0.5, "dropout": 0.0}
 
 
 def test_a_mean_of_one_number_is_that_number():

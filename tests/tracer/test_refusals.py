@@ -98,6 +98,21 @@ def under_autocast(m, x):
         return Product.apply(x, m.weight)
 
 
+def generator_under_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ m.weight + torch.rand(4, 4, generator=torch.Generator())
+
+
+@torch.jit.script
+def into_out(x, z):
+    torch.mul(x, x, out=z)
+    return z
+
+
+def out_below(m, x):
+    return into_out(x, torch.zeros(4, 4)) + x @ m.weight
+
+
 def seeds(m, x):
     torch.manual_seed(0)
     return x @ m.weight + torch.rand(4, 4)
@@ -146,6 +161,8 @@ def kept_on_a_class(m, x):
         (lambda m, x: Dirty.apply(x @ m.weight), "writes to a tensor"),
         (hidden_write, "writes to a tensor"),
         (under_autocast, "under autocast"),
+        (generator_under_autocast, "generator of the model's own"),
+        (out_below, "writes to out="),
         (seeds, "manual_seed"),
         (forks, "fork_rng"),
         (draws_into_a_view, "fills a view with draws"),

@@ -184,8 +184,24 @@ def slices_added_to(m, x):
     return (z**2).sum()
 
 
+def out_under_autocast(m, x):
+    z = torch.zeros(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.mul(x, x, out=z)
+        y = x @ m.weight
+    return z + y
+
+
+def beside_empty_ones(m, x):
+    y = (x @ m.weight).bfloat16()
+    ids = y.argmax(-1)
+    return torch.cat([torch.empty(0), y]), torch.cat([y, torch.empty(0), y]), torch.cat([ids, torch.empty(0)])
+
+
 CASES = [
     chain,
+    out_under_autocast,
+    beside_empty_ones,
     family,
     pieces,
     slices,

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shlex
+import socket
 import subprocess
 import sys
 
@@ -176,6 +177,25 @@ def test_a_script_runs_on_ranks(tmp_path):
     assert run("run", "--ranks", "2", str(tmp_path / "nothing.py")).returncode != 0
     made = run("run", str(script), "--ranks", "2")
     assert made.returncode == 1 and "stands behind" in made.stderr
+
+
+def test_nodes_make_one_job(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nsys.stdout.write(f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n\")\n"
+    )
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    asked = ("run", "--nodes", "2", "--ranks", "1", "--endpoint", endpoint, str(script))
+    command, env = [sys.executable, "-m", "autopar", *asked], {**os.environ, "PYTHONPATH": os.getcwd()}
+    nodes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        said = sorted(node.communicate(timeout=90)[0].strip() for node in nodes)
+    finally:
+        for node in nodes:
+            node.kill()
+    assert said == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def test_a_machine_is_looked_at(capsys):
