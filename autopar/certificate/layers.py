@@ -44,24 +44,28 @@ def _layer_norm_back(call: Call) -> list[Type]:
 
 @rule("native_batch_norm.default", "_native_batch_norm_legit.default")
 def _batch_norm(call: Call) -> list[Type]:
-    x = call.args[0]
+    x, weight, bias = call.args[:3]
     if call.args[5] and axes_of([x.dims[0], *x.dims[2:]]):
         raise Refused(f"it lies as {x}", "statistics are those of all rows")
     lost = frozenset(a for t in call.types for a in t.open)
+    if (x.sums | x.most) - lost:
+        raise Refused(f"it lies as {x}", "a norm is of what is summed")
     dims = tuple(without(dim, lost) for dim in x.dims)
+    pending = summed(list(types_in([weight, bias])), "all", lost)  # it is linear in both together
     statistic = Type((dims[1],) if call.shapes[1] != (0,) else plain((0,)), open=lost)
-    return [Type(dims, sums=summed([x], "", lost), open=lost), statistic, statistic]
+    return [Type(dims, sums=pending, open=lost), statistic, statistic]
 
 
 @rule("native_batch_norm_backward.default")
 def _batch_norm_back(call: Call) -> list[Type]:
-    gradient, x = call.args[:2]
+    gradient, x, weight = call.args[:3]
     lost = frozenset(a for t in call.types for a in t.open)
     dims = tuple(met([gradient, x], d, len(x.dims), n, lost) for d, n in enumerate(x.shape))
     pending = summed([gradient, x], "first", lost)
     rows = frozenset(axes_of([dims[0], *dims[2:]]))
     of_scale = Type((dims[1],), sums=pending | rows, open=lost)
-    return [Type(dims, sums=pending, open=lost), of_scale, of_scale]
+    of_x = summed([gradient, *types_in(weight)], "one", lost)
+    return [Type(dims, sums=of_x, open=lost), of_scale, of_scale]
 
 
 @rule("embedding.default")

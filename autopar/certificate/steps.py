@@ -48,12 +48,12 @@ def all_to_all(x: Type, axis: str, numbers: tuple[Any, ...], here: int = -1) -> 
 
 
 def slice(x: Type, axis: str, dim: int, length: int, blocks: Any = (), here: int = -1) -> Type:
-    if axis in x.open:
+    if axis in x.open and not is_free(x.dims[dim]):
         others = axes_of([x.dims[dim]])
         if len(x.dims[dim]) == 1 and others:
             return replace(x, dims=_with(x, dim, ((here, tuple(others)),)))
         return replace(x, dims=_with(x, dim, whole(here))).opened(others)
-    is_whole = axis not in x.sums | x.most and axis not in axes_of(x.dims)
+    is_whole = axis in x.open or (axis not in x.sums | x.most and axis not in axes_of(x.dims))
     _needs(is_whole, x, f"what is cut over {axis} has to be whole there")
     return _cut(x, axis, dim, blocks, here)
 

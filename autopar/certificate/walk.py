@@ -75,6 +75,7 @@ class Certificate:
     open: int = 0
     ends: int = 0  # outputs and gradients,
     open_ends: int = 0  # and those of them of which something is unknown
+    unforeseen: list[str] = field(default_factory=list, repr=False)  # calls that their op's rule could not read
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
     # by op: types of the operand and of the result of each of its views
     _viewed: dict[str, list[tuple[Type, Type]]] = field(default_factory=dict, repr=False)
@@ -191,7 +192,8 @@ class _Walk:
                     if not _LINEAR_AS_A_WHOLE.search(self.interface.comes_of(node)):
                         raise self._letter(node, e) from e
                     made = self._unknown(node)
-                except _UNFORESEEN:  # a call that no rule foresees
+                except _UNFORESEEN as e:  # a call that no rule foresees
+                    self.found.unforeseen.append(f"{node.target}: {type(e).__name__}: {e}")
                     made = self._unknown(node)
                 self.types[node] = made
                 self.found.values += 1

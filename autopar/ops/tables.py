@@ -77,6 +77,8 @@ def rows_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     how = {k: v for k, v in kwargs.items() if k in ("input", "weight")}
     if kwargs.get("padding_idx") is not None:
         how["padding_idx"] = kwargs["padding_idx"] % shape[0]
+    if sums := tuple(here.mesh.axes[a] for a, placement in enumerate(lies.placements) if placement.is_partial):
+        how["sums"] = sums
     return forms.embedding_part, {**how, "cuts": cuts(here, shape, lies, 0)}
 
 

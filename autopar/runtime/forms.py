@@ -32,8 +32,13 @@ def literal(data: Any, dtype: torch.dtype, device: str) -> Tensor:
     return torch.tensor(data, dtype=dtype, device=device)
 
 
-def embedding_part(input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int | None = None) -> Tensor:
-    """Rows of this device's part of the vocabulary, zero for tokens that lie elsewhere: P(sum)."""
+def embedding_part(
+    input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int | None = None, sums: Sequence[str] = ()
+) -> Tensor:
+    """Rows of this device's part of the vocabulary, zero for tokens that lie elsewhere: P(sum).
+
+    The weight may be a part of a sum itself, over the axes `sums`.
+    """
     place = input - start_of(weight, cuts)
     here = (place >= 0) & (place < weight.shape[0])
     rows = F.embedding(torch.where(here, place, 0), weight)
@@ -42,7 +47,7 @@ def embedding_part(input: Tensor, weight: Tensor, cuts: Cuts, padding_idx: int |
     words = cuts[0][1] if cuts else weight.shape[0]
     # an index out of range: torch raises an error on the host; one device of several can only give NaN
     none = torch.where((input < 0) | (input >= words), torch.nan, 0.0).to(weight.dtype)
-    elsewhere = reduced(none, "lodge", [axis for axis, _ in cuts])  # one device counts it
+    elsewhere = reduced(none, "lodge", [*(axis for axis, _ in cuts), *sums])  # one device counts it
     return torch.where(here.unsqueeze(-1), rows, elsewhere.unsqueeze(-1))
 
 

@@ -17,7 +17,7 @@ from autopar.graph.graph import Graph
 from autopar.graph.kept import NotKept
 from autopar.letters import Infeasible, NotServed
 from autopar.module.turn_runner import InTurns
-from autopar.request import _may_fit, _numbers_of_turns
+from autopar.search import _may_fit, _numbers_of_turns
 from autopar.testing import Equality, Unequal, on_processes, on_threads
 from autopar.tracer import ColoTracer
 from autopar.turns import in_micro_batches
