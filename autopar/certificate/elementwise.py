@@ -39,9 +39,13 @@ def met(types: Sequence[Type], place: int, rank: int, n: int, lost: frozenset[st
     found: Dim | None = None
     for t in types:
         d = place - rank + len(t.dims)
-        if d < 0 or (size(t.dims[d]) == 1 and n != 1):
-            continue  # it is repeated along this dim
+        if d < 0:
+            continue
         dim = without(t.dims[d], lost)
+        if size(dim) == 1 and n != 1:
+            if axes_of([dim]):
+                raise Refused(f"along dim {place} one operand lies as {said_of(dim)}, and another has {n}", "as many")
+            continue  # it is repeated along this dim
         if found is None or not found or (is_free(found) and dim):
             found = dim
         elif not dim:
@@ -106,7 +110,7 @@ def _difference(call: Call) -> Type:
 rule("mul.Tensor")(_elementwise("one"))
 rule(
     "div.Tensor", "div.Scalar", "mul.Scalar", "neg.default", "clone.default", "alias.default", "detach.default",
-    "_to_copy.default", "gelu_backward.default", "silu_backward.default", "tanh_backward.default",
+    "gelu_backward.default", "silu_backward.default", "tanh_backward.default",
     "sigmoid_backward.default", "threshold_backward.default", "elu_backward.default", "leaky_relu_backward.default",
     "hardtanh_backward.default", "softplus_backward.default", "xlogy.Tensor", "lift_fresh_copy.default",
     "contiguous.default", "native_dropout_backward.default", "logit_backward.default",
@@ -114,6 +118,13 @@ rule(
 
 
 rule("lerp.Scalar")(_elementwise("all"))
+
+
+@rule("_to_copy.default")
+def _cast(call: Call) -> Type:
+    dtype = call.kwargs.get("dtype")
+    cuts_off = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    return elementwise(call, "" if cuts_off else "first")
 
 
 def _added(linear: str) -> Rule:

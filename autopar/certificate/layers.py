@@ -32,10 +32,11 @@ def _layer_norm(call: Call) -> list[Type]:
 
 @rule("native_layer_norm_backward.default")
 def _layer_norm_back(call: Call) -> list[Type]:
-    gradient, x, shape, _, _, weight = call.args[:6]
+    gradient, x, shape, mean, root, weight = call.args[:6]
     lost = gradient.open | x.open
-    dims = tuple(met([gradient, x], d, len(x.dims), n, lost) for d, n in enumerate(x.shape))
-    pending = summed([gradient, replace(x, sums=_NONE)], "first", lost)
+    statistics = list(types_in([mean, root]))
+    dims = tuple(met([gradient, x, *statistics], d, len(x.dims), n, lost) for d, n in enumerate(x.shape))
+    pending = summed([gradient, x, *statistics], "first", lost)
     rows = frozenset(axes_of(dims[: len(dims) - len(shape)]))
     of_scale = Type(plain(shape), sums=pending | rows, open=lost)
     of_x = summed([gradient, *types_in(weight)], "one", lost)
@@ -50,7 +51,11 @@ def _batch_norm(call: Call) -> list[Type]:
     lost = frozenset(a for t in call.types for a in t.open)
     if (x.sums | x.most) - lost:
         raise Refused(f"it lies as {x}", "a norm is of what is summed")
-    dims = tuple(without(dim, lost) for dim in x.dims)
+    each = [replace(x, dims=x.dims[1:2]), *types_in(call.args[1:5])]  # of a channel
+    channels = met(each, 0, 1, x.shape[1], lost)
+    dims = (without(x.dims[0], lost), channels, *(without(dim, lost) for dim in x.dims[2:]))
+    if any((t.sums | t.most) - lost for t in types_in(call.args[3:5])):
+        raise Refused("the running statistics are a part of a sum", "they have to be summed before")
     pending = summed(list(types_in([weight, bias])), "all", lost)  # it is linear in both together
     statistic = Type((dims[1],) if call.shapes[1] != (0,) else plain((0,)), open=lost)
     return [Type(dims, sums=pending, open=lost), statistic, statistic]
@@ -60,12 +65,17 @@ def _batch_norm(call: Call) -> list[Type]:
 def _batch_norm_back(call: Call) -> list[Type]:
     gradient, x, weight = call.args[:3]
     lost = frozenset(a for t in call.types for a in t.open)
-    dims = tuple(met([gradient, x], d, len(x.dims), n, lost) for d, n in enumerate(x.shape))
-    pending = summed([gradient, x], "first", lost)
+    statistics = list(types_in(call.args[3:7]))
+    dims = [met([gradient, x], d, len(x.dims), n, lost) for d, n in enumerate(x.shape)]
+    each = [replace(x, dims=(dims[1],)), *types_in(weight), *statistics]  # of a channel
+    dims[1] = met([t for t in each if t.shape != (0,)], 0, 1, x.shape[1], lost)
+    pending = summed([gradient, x, *statistics], "first", lost)
     rows = frozenset(axes_of([dims[0], *dims[2:]]))
+    if call.args[7] and rows:
+        raise Refused(f"rows lie as {x}", "statistics are those of all rows")
     of_scale = Type((dims[1],), sums=pending | rows, open=lost)
     of_x = summed([gradient, *types_in(weight)], "one", lost)
-    return [Type(dims, sums=of_x, open=lost), of_scale, of_scale]
+    return [Type(tuple(dims), sums=of_x, open=lost), of_scale, of_scale]
 
 
 @rule("embedding.default")
@@ -86,6 +96,8 @@ def _embedding_back(call: Call) -> Type:
             f"the gradient of a table's own rows is a part of a sum over {', '.join(both)}",
             "it has to be summed before",
         )
+    if call.at(4) and axes_of(rows.dims):
+        raise Refused(f"rows lie as {rows}", "a gradient that is scaled by counts needs all of them")
     own = gradient.places & rows.places  # of its own rows a device has the gradient
     lost = (gradient.open | rows.open) - own
     gradient, rows = replace(gradient, open=lost), replace(rows, open=lost)
@@ -103,7 +115,8 @@ def _of_own(rows: int, own: frozenset[str]) -> Dim:
 
 @rule("nll_loss_forward.default", "nll_loss2d_forward.default")
 def _nll(call: Call) -> list[Type]:
-    x, target, _, reduction = call.args[:4]
+    x, target, weight, reduction = call.args[:4]
+    _needs_whole_weights(weight)
     of_class = min(1, len(x.dims) - 1)
     lost = frozenset(a for t in call.types for a in t.open) | frozenset(axes_of([x.dims[of_class]]))
     parts = [replace(x, dims=(*x.dims[:of_class], *x.dims[of_class + 1 :])), target]
@@ -117,10 +130,18 @@ def _nll(call: Call) -> list[Type]:
     return [Type((), sums=axes | pending, open=lost), Type((), sums=axes, open=lost)]
 
 
+def _needs_whole_weights(weight: Type | None) -> None:
+    if weight is not None and (weight.sums or axes_of(weight.dims)):
+        raise Refused(f"the weights of classes lie as {weight}", "they have to be whole")
+
+
 @rule("nll_loss_backward.default", "nll_loss2d_backward.default")
 def _nll_back(call: Call) -> Type:
-    gradient, x = call.args[:2]
+    gradient, x, _, weight, reduction, _, of_all = call.args[:7]
+    _needs_whole_weights(weight)
     lost = gradient.open | x.open | frozenset(axes_of([x.dims[min(1, len(x.dims) - 1)]]))
+    if reduction == 1 and of_all.sums - lost:
+        raise Refused(f"the weight of all targets lies as {of_all}", "a mean divides by the sum")
     return Type(tuple(without(d, lost) for d in x.dims), sums=gradient.sums - lost, open=lost)
 
 
@@ -139,8 +160,18 @@ _ATTENTION = (
 )
 
 
+def _of_four(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    if len(dims) == 3:  # rows, heads and positions
+        return (*dims, ())
+    return (*[()] * (4 - len(dims)), *dims)
+
+
 def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list[str]]:
-    """The axes along which an attention is unknown, its row and head dims, and axes that cut positions."""
+    """The axes along which an attention is unknown, its row and head dims, and axes that cut positions.
+
+    The first operand has all four dims; a mask may lack the first of them, and a statistic the last.
+    """
+    types = [replace(t, dims=_of_four(t.dims)) for t in types]
     lost = frozenset(a for t in types for a in t.open)
     # all share a head that is the only one, or repeated
     cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types if t.dims[1] and not is_free(t.dims[1])]
@@ -155,9 +186,10 @@ def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list
 @rule(*(f"{name}.default" for name in _ATTENTION))
 def _attention(call: Call) -> list[Type]:
     q, k, v = call.args[:3]
-    if q.sums | k.sums:
-        raise Refused(f"queries and keys lie as {q}, {k}", "attention is of what is summed")
-    lost, (rows, heads), _ = _heads([q, k, replace(v, sums=_NONE)])
+    masks = [*types_in(call.args[3:]), *types_in(call.kwargs)]
+    if q.sums.union(k.sums, *(t.sums for t in masks)):
+        raise Refused(f"queries, keys and masks lie as {', '.join(map(str, (q, k, *masks)))}", "they are summed before")
+    lost, (rows, heads), _ = _heads([q, k, replace(v, sums=_NONE), *masks])
     made = Type((rows, heads, *plain(call.shapes[0][2:])), sums=v.sums - lost, open=lost)  # it is linear in values
     statistic = Type((rows, heads, *plain(call.shapes[1][2:])), open=lost) if len(call.shapes) > 1 else made
     rest = [Type(plain(s), open=lost) for s in call.shapes[2:]]
@@ -167,7 +199,15 @@ def _attention(call: Call) -> list[Type]:
 @rule(*(f"{name}_backward.default" for name in _ATTENTION))
 def _attention_back(call: Call) -> list[Type]:
     gradient, q, k, v = call.args[:4]
-    lost, (rows, _), _ = _heads([replace(gradient, sums=_NONE), q, k, replace(v, sums=_NONE)])
+    kept = [t for t in (*call.args[4:7], *call.kwargs.values()) if isinstance(t, Type)]
+    out = [t for t in call.args[4:6] if isinstance(t, Type) and len(t.dims) == 4][-1]  # a bias may stand before it
+    lost, (rows, _), _ = _heads([replace(t, sums=_NONE) for t in (gradient, q, k, v, *kept)])
+    are_summed = not q.sums.union(k.sums, *(t.sums for t in kept if t is not out)) - lost
+    if not are_summed or (out.sums ^ v.sums) - lost:
+        said = ", ".join(map(str, (q, k, v, *kept)))
+        raise Refused(
+            f"queries, keys, values and results lie as {said}", "a part of a sum are values and results alone"
+        )
     of_both, of_values = summed([gradient, v], "one", lost), gradient.sums - lost
     of_heads = frozenset(axes_of([q.dims[1]])) - lost
     found = []

@@ -43,13 +43,23 @@ def _mean(call: Call) -> Type:
     return Type(dims, sums=x.sums, open=x.open)
 
 
-@rule("amax.default", "amin.default")
+@rule("amax.default")
 def _largest(call: Call) -> Type:
     x = call.args[0]
     dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
     if x.sums:
         raise Refused(f"it lies as {x}", "it has to be summed before")
     return Type(dims, most=(axes & frozenset(axes_of(x.dims))) | x.most, open=x.open)
+
+
+@rule("amin.default")
+def _smallest(call: Call) -> Type:
+    """No step takes the smallest of all parts."""
+    x = call.args[0]
+    if x.sums:
+        raise Refused(f"it lies as {x}", "it has to be summed before")
+    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    return Type(dims, open=x.open).opened((axes & frozenset(axes_of(x.dims))) | x.most)
 
 
 @rule("logsumexp.default")

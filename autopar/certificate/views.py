@@ -90,11 +90,14 @@ def _expanded(call: Call) -> Type:
 @rule("constant_pad_nd.default")
 def _padded(call: Call) -> Type:
     x = call.args[0]
+    padded = [len(x.dims) - 1 - i // 2 for i, n in enumerate(call.args[1]) if n]  # also where as many rows are cut off
+    dims = tuple(whole(call.shapes[0][d]) if d in padded else dim for d, dim in enumerate(x.dims))
+    made = replace(x, dims=dims).opened(axes_of(x.dims[d] for d in padded))
     if call.at(2, 0) == 0:
-        return _some_rows(call)
+        return made
     if x.sums:
         raise Refused("a part of a sum is padded with a number", "it has to be summed before")
-    return replace(_some_rows(call), is_zero=False)
+    return replace(made, is_zero=False)
 
 
 @rule("slice.Tensor", "slice_backward.default", "select.int", "narrow.default")
