@@ -39,7 +39,7 @@ from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_
 
 log = logging.getLogger("autopar")
 FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
-_ROUNDS = 4  # of planning again where kernels do not stand where they are counted
+_SEARCHES = 5  # for a plan whose kernels stand where they are counted, before one without kernels is made
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
 
@@ -123,15 +123,18 @@ class Planning:
         if not plan.kernels or not is_traced(self.request.hardware.device.kernels):
             return plan
         apart = self.apart
-        for _ in range(_ROUNDS):
+        for search in range(1, _SEARCHES + 1):
             chunks = plan.chunks if self.graph.chunks == 1 else 1
             graph = in_chunks(self.graph, chunks, self.request.keeps_outputs)
             left = groups_left_out(graph, plan) - apart
             if not left:
                 return replace(plan, defaults=(*plan.defaults, *_said_of_groups(apart)))
             apart |= left
-            plan = replace(self, apart=apart)._planned(mesh, known)
-        return replace(self, request=replace(self.request, kernels=False))._planned(mesh, known)
+            if search < _SEARCHES:
+                plan = replace(self, apart=apart)._planned(mesh, known)
+        plan = replace(self, request=replace(self.request, kernels=False))._planned(mesh, known)
+        said = f"none: in each of {_SEARCHES} searches other groups of ops had a conversion among them"
+        return replace(plan, defaults=(*plan.defaults, ("kernels", said)))
 
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
         """The fastest plan on a mesh; where that does not fit in the budget, one that does."""

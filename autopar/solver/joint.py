@@ -25,7 +25,7 @@ from autopar.solver.eliminate import minimise
 from autopar.solver.tables import Factor, Problem
 from autopar.space.memory import Piece
 from autopar.space.space import Space
-from autopar.space.timeline import OWN, SMALL, Passages
+from autopar.space.timeline import OWN, Passages
 
 _NOWHERE = 1e30
 _SAME, _NEAR = 0.01, 0.02  # of two shares, and of two prices: nothing is looked for between them
@@ -105,7 +105,6 @@ class JointTables:
         """Seconds and priced bytes as tables to be minimised, under these availability prices."""
         memo: dict[Any, np.ndarray] = {}
         price, base = at.of_byte, self.base(at.exposed)
-        alive: list[Any] = [base, worth]  # what ids are of
         costs = list(base.costs)
         factors = list(base.factors)
         for i, held in self.fixed_sites.items():
@@ -119,7 +118,6 @@ class JointTables:
                 if self.passages.sources[k][0] >= 0 and k not in self.passages.gathered:
                     table = self._edge(memo, k, kept, factors[k].table, price, worth)
                     factors[k] = _of(factors[k], table)
-        del alive
         return Problem(costs, factors, self.counted.regions)
 
     def _site(
@@ -156,8 +154,6 @@ class JointTables:
                 is_kept = made.is_kept and wants
                 again = again - gain
                 held = made.bytes * price if made.shows == OWN else np.full(len(saved), _NOWHERE)
-                small = (made.bytes <= SMALL) & (made.shows == OWN)
-                held = np.where(small, made.bytes * price, held)
                 saved = saved + (held - gain if is_kept else np.minimum(0.0, held - gain))
             if op.besides is not None and wants:
                 saved = saved + op.besides * price

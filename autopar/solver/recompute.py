@@ -203,7 +203,8 @@ class JointSearch:
         point = self.task.counted.point(least.picked)
         if not math.isfinite(point.seconds):
             return lined
-        found = self.met.setdefault(tuple(point.picked), Lined.of(self.task, point))
+        key = tuple(point.picked)
+        found = self.met.get(key) or self.met.setdefault(key, Lined.of(self.task, point))
         found.states.of(self.tables.prices.cheapest(found.line, at.of_byte, at.exposed))
         return found
 
