@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autopar.ops.entry import SPELLINGS
 from autopar.runtime.patches import OVERRIDE_CHECKS, without_override_checks
@@ -204,9 +205,9 @@ def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 
 def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle x[i, 0, j]: integers and scalar tensors select before other tensors index."""
-    tensor, items = args[0], _items(args[1])
+    tensor, items = args[0], _items(recorder, args[0], args[1])
     if not _choose_first(items):
-        return record_op(recorder, function, args, kwargs)
+        return record_op(recorder, function, (tensor, _as_index(items, args[1])), kwargs)
     row, kept = _chosen(recorder, tensor, items)
     if not kept:
         return row
@@ -216,17 +217,46 @@ def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 
 def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Handle x[i, 0, j] = v, a write to the row that x[i, 0] shows."""
-    tensor, items, value = args[0], _items(args[1]), args[2]
+    tensor, items, value = args[0], _items(recorder, args[0], args[1]), args[2]
     if not _choose_first(items):
-        in_place(recorder, function, args, kwargs)
+        in_place(recorder, function, (tensor, _as_index(items, args[1]), value), kwargs)
         return
     row, kept = _chosen(recorder, tensor, items)
     with FunctionMode(recorder):
         row[tuple(kept)] = value
 
 
-def _items(index: Any) -> list[Any]:
-    return list(index) if isinstance(index, tuple) else [index]
+def _items(recorder: Recorder, tensor: Tensor, index: Any) -> list[Any]:
+    """The items of an index; arrays of numpy are lists, and masks that are no tensors the numbers of their places."""
+    items = [_listed(item) for item in (index if isinstance(index, tuple) else (index,))]
+    found: list[Any] = []
+    for k, item in enumerate(items):
+        if not isinstance(item, np.ndarray):
+            found.append(item)
+            continue
+        is_behind = Ellipsis in map(_plain, items[:k])
+        first = tensor.dim() - sum(map(_dims_of, items[k:])) if is_behind else sum(map(_dims_of, items[:k]))
+        if (there := tuple(tensor.shape[first : first + item.ndim])) != item.shape:
+            said = f"the shape of the mask {item.shape} does not match that of the indexed dims {there}"
+            raise recorder.letter(said, (tensor,), "a mask of that shape")
+        found += [places.tolist() for places in item.nonzero()]
+    return found
+
+
+def _listed(item: Any) -> Any:
+    """A mask that is no tensor as an array, other arrays as lists."""
+    if isinstance(item, np.ndarray) and item.dtype != bool:
+        return item.tolist()
+    is_mask = isinstance(item, list) and all(isinstance(one, bool) for one in pytree.tree_leaves(item))
+    return np.asarray(item) if is_mask and item else item
+
+
+def _as_index(items: list[Any], given: Any) -> Any:
+    """The items as an index: as they were given where nothing was spelled otherwise."""
+    if isinstance(given, tuple):
+        is_same = len(items) == len(given) and all(one is other for one, other in zip(items, given, strict=True))
+        return given if is_same else tuple(items)
+    return items[0] if len(items) == 1 else tuple(items)
 
 
 def _choose_first(items: Sequence[Any]) -> bool:
@@ -260,8 +290,8 @@ def _chosen(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> tuple[T
 
 
 def _plain(item: Any) -> Any:
-    """An item of an index, with None for tensors, which would compare by their values."""
-    return None if isinstance(item, Tensor) else item
+    """An item of an index, with None for tensors and arrays, which would compare by their values."""
+    return None if isinstance(item, (Tensor, np.ndarray)) else item
 
 
 def _is_int(item: Any) -> bool:
@@ -276,6 +306,8 @@ def _dims_of(item: Any) -> int:
     """Number of dims of a tensor that an item of an index consumes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
+    if isinstance(item, np.ndarray):
+        return item.ndim
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 

@@ -4,6 +4,7 @@ compared.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -198,8 +199,18 @@ def beside_empty_ones(m, x):
     return torch.cat([torch.empty(0), y]), torch.cat([y, torch.empty(0), y]), torch.cat([ids, torch.empty(0)])
 
 
+def arrays_and_lists(m, x):
+    y = x @ m.weight
+    mask, places = [True, False, True, True], np.arange(8) % 4
+    z = y * 1
+    z[:, np.array(mask)] = 2.0
+    z[mask] *= 3
+    return y[np.array([2, 0])], y[..., places], y[mask], y[np.ones((4, 4), dtype=bool)], y[:, mask, None], z
+
+
 CASES = [
     chain,
+    arrays_and_lists,
     out_under_autocast,
     beside_empty_ones,
     family,
@@ -398,3 +409,8 @@ def test_trained_values_under_a_mask_are_a_letter(write):
     with pytest.raises(NotCaptured, match=r"(?s)only the mask says.*masked_scatter"):
         traced(lambda m, x: write(x, x[:, 0] > 0, m.weight[:3] * 1))
     traced(lambda m, x: x.masked_scatter(x[:, :1] > 0, m.weight[:3] * 1))
+
+
+def test_a_mask_of_another_shape_is_the_models_error():
+    with pytest.raises(NotCaptured, match=r"shape of the mask \(3,\) does not match that of the indexed dims \(4,\)"):
+        traced(lambda m, x: (x @ m.weight)[[True, False, True]])
