@@ -74,8 +74,7 @@ def subsets(things):
 
 @pytest.mark.parametrize("name", SECOND)
 def test_the_bound_is_under_the_best_and_the_plan_is_the_best(name, monkeypatch):
-    for module in (timeline, joint):
-        monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(timeline, "SMALL", 0)
     model, batch = Chain(SECOND[name]), (torch.randn(64, 16),)
     graph = ColoTracer().trace(model, batch)
     constraints = {"weight": "R; R"}
@@ -143,8 +142,7 @@ def seconds_of(space, picked, line, through):
 
 @pytest.mark.parametrize("bytes_per_s", [3e10, 1e10])
 def test_what_is_repeated_hides_communication_of_the_window_where_it_comes(bytes_per_s, monkeypatch):
-    for module in (timeline, joint):
-        monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(timeline, "SMALL", 0)
     cluster = eager_links()
     cluster = replace(cluster, links=tuple(replace(link, bytes_per_s=bytes_per_s) for link in cluster.links))
     graph = ColoTracer().trace(Blocks(), (torch.randn(256, 16),))
@@ -216,8 +214,7 @@ class Drawn(nn.Module):
 @pytest.mark.nightly
 def test_of_three_hundred_drawn_spaces_nearly_all_have_their_best_plan(monkeypatch):
     """Bound <= best of all shardings with all schedules, some in passing too <= plan; equal in 95 of 100."""
-    for module in (timeline, joint):
-        monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(timeline, "SMALL", 0)
     asked = equal = 0
     for seed in itertools.count():
         if asked >= 300:
