@@ -266,11 +266,14 @@ class Planning:
         )
 
     def _said_of_bound(self) -> list[tuple[str, str]]:
-        """A line of text where the bound holds only for plans that keep to a preset or constraints."""
+        """A line of text where the bound holds only for plans that keep to what was asked, or to turns and chunks."""
         asked = self.request
         pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
         pins += ["the constraints"] if asked.constraints else []
-        return [("bound", f"of plans that keep to {' and '.join(pins)}")] if pins else []
+        of = [f"that keeps to {' and '.join(pins)}"] if pins else []
+        of += [f"in {self.graph.turns} micro-batches"] if self.graph.turns > 1 else []
+        of += [f"with a loss head in {self.graph.chunks} chunks"] if self.graph.chunks > 1 else []
+        return [("bound", f"of a plan {' '.join(of)}")] if of else []
 
     def _said_of_head(self) -> list[tuple[str, str]]:
         """A line of text about the loss head under a budget, where there is something to say."""

@@ -48,7 +48,7 @@ class Request:
     """The arguments of `autopar.plan` but the model and its inputs."""
 
     mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | int | str | None = None
-    cluster: Cluster | str | None = None
+    cluster: Cluster | str | None = None  # read: a Cluster or None
     memory_budget: int | str | float | None = None
     optimizer: Any = "adamw"  # read: a name, or bytes for each parameter
     precision: Any = None  # read: a Precision or None
@@ -84,6 +84,8 @@ class Request:
         check_time_limit(self.time_limit)
         object.__setattr__(self, "precision", precision_of(self.precision))
         object.__setattr__(self, "hardware", Cluster.of(self.cluster))
+        if self.cluster is not None:  # a file is read once: another batch is planned for long after
+            object.__setattr__(self, "cluster", self.hardware)
         object.__setattr__(self, "budget", budget_of(self.memory_budget, self.hardware))
 
     @staticmethod

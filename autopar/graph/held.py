@@ -32,25 +32,34 @@ def plain_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], Te
 
 def replace_plain_tensors(module: torch.nn.Module, made: Callable[[Tensor], Tensor]) -> None:
     """Replace every tensor of `plain_tensors` by what `made` gives for it, except for parameters."""
-    for path, tensor in list(plain_tensors(module)):
-        if not isinstance(tensor, torch.nn.Parameter):
-            set_at(module, ".".join(path), made(tensor))
+
+    def replaced(value: Any) -> Any:
+        return made(value) if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter) else value
+
+    for name, value in list(vars(module).items()):
+        if name in _REGISTERED:
+            continue
+        if isinstance(value, Tensor):
+            vars(module)[name] = replaced(value)
+        elif isinstance(value, list):
+            value[:] = map(replaced, value)
+        elif isinstance(value, dict):
+            value.update({key: replaced(entry) for key, entry in value.items() if isinstance(entry, Tensor)})
+        elif type(value) is tuple and any(isinstance(entry, Tensor) for entry in value):
+            vars(module)[name] = tuple(map(replaced, value))
 
 
 def tensor_of(model: torch.nn.Module, name: str) -> Tensor:
     """The tensor under a dotted name: a parameter, buffer or attribute, maybe in a list or dict."""
-    found: Tensor = _at(model, name)
+    owner, last = _owner(model, name)
+    found: Tensor = _entry(owner, last)
     return found
 
 
 def set_at(model: torch.nn.Module, name: str, value: Any) -> None:
     """Let a dotted name stand for another value; a list that is one entry shorter grows."""
-    above, _, last = name.rpartition(".")
-    owner = _at(model, above)
-    if isinstance(owner, tuple):
-        place = int(last)
-        set_at(model, above, (*owner[:place], value, *owner[place + 1 :]))
-    elif isinstance(owner, list):
+    owner, last = _owner(model, name)
+    if isinstance(owner, list):
         owner[int(last) : int(last) + 1] = [value]
     elif isinstance(owner, dict):
         is_of_numbers = last.isdecimal() and not any(isinstance(key, str) for key in owner)
@@ -61,8 +70,7 @@ def set_at(model: torch.nn.Module, name: str, value: Any) -> None:
 
 def write_buffer(model: torch.nn.Module, name: str, value: Tensor) -> None:
     """Give a buffer its new value: in place where shape and dtype are the same, else as a new tensor."""
-    above, _, last = name.rpartition(".")
-    owner = _at(model, above)
+    owner, last = _owner(model, name)
     held = _entry(owner, last, None)
     if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype:
         with torch.no_grad():
@@ -73,12 +81,22 @@ def write_buffer(model: torch.nn.Module, name: str, value: Tensor) -> None:
         set_at(model, name, value.detach())
 
 
-def _at(model: torch.nn.Module, name: str) -> Any:
-    """What stands under a dotted name; the model itself under ""."""
+def _owner(model: torch.nn.Module, name: str) -> tuple[Any, str]:
+    """What holds a dotted name, and the name that it has there: a key of a dict may have dots itself."""
     at: Any = model
-    for part in name.split(".") if name else ():
+    parts = name.split(".")
+    while len(parts) > 1 and not (isinstance(at, dict) and _has(at, ".".join(parts))):
+        part = parts.pop(0)
+        while isinstance(at, dict) and parts and not _has(at, part):
+            part = f"{part}.{parts.pop(0)}"
+        if not parts:  # a key that is not there yet
+            return at, part
         at = _entry(at, part)
-    return at
+    return at, ".".join(parts)
+
+
+def _has(owner: dict[Any, Any], name: str) -> bool:
+    return any(str(key) == name for key in owner)
 
 
 def _entry(owner: Any, part: str, *default: Any) -> Any:

@@ -46,7 +46,7 @@ def write_report(plan: Plan, path: str | Path, budgets: int = 0) -> Path:
 
 def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
     """All that the page shows, as values for JSON."""
-    is_here = plan.search is not None and not plan.search.is_over
+    is_here = plan.has_space
     times, held = plan.line() if is_here else ([], {})
     known = plan.search.known_beside if plan.search is not None else None
     groups = alike(plan)

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -156,10 +156,10 @@ class Cluster:
         if isinstance(given, (str, Path)):
             if Path(given).suffix == ".json":
                 return _read(Path(given).stem, Path(given))
-            match = re.fullmatch(r"([a-z0-9]+?)(?:-(\d+)x(\d+))?", str(given))
+            match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*)x([1-9]\d*))?", str(given))
             folder = resources.files("autopar.sharding").joinpath("clusters")
             known = sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
-            if match and match[1] in known and "0" not in match.groups()[1:]:
+            if match and match[1] in known:
                 cluster = _read(match[1], folder.joinpath(f"{match[1]}.json"))
                 if not match[2]:
                     return cluster
@@ -205,12 +205,20 @@ def _slowed(times: Curve, by: float) -> Curve:
     return tuple((amount, by * seconds) for amount, seconds in times)
 
 
-def _number(data: Mapping[str, Any], name: str, usual: float) -> float:
-    """A finite, non-negative number of a cluster file, `usual` where the file lacks it; else a ValueError."""
+def _number(data: Mapping[str, Any], name: str, usual: float, most: float = math.inf) -> float:
+    """A finite number of a cluster file from 0 to `most`, `usual` where the file lacks it; else a ValueError."""
     found = float(data.get(name, usual))
+    if found > most:
+        raise ValueError(f"{name}: {found}, where {most:g} is all")
     if not 0 <= found < math.inf or (name == "together" and not found):
         raise ValueError(f"{name}: {found}, where nothing takes less than no time")
     return found
+
+
+def _links(data: Sequence[Any]) -> tuple[Link, ...]:
+    if not data:
+        raise ValueError("links: none, and devices have to be connected")
+    return tuple(map(Link.read, data))
 
 
 def _read(name: str, file: Any) -> Cluster:
@@ -224,13 +232,13 @@ def _read(name: str, file: Any) -> Cluster:
         return Cluster(
             name,
             Device.read(data["device"]),
-            tuple(map(Link.read, data["links"])),
+            _links(data["links"]),
             data["devices_per_node"],
             data["nodes"],
             tuple(sorted(data["sources"].items())),
             measured,
             timed,
-            float(data.get("hidden", 1.0)),
+            _number(data, "hidden", 1.0, most=1.0),
             _number(data, "together", 1.0),
             _number(data, "step_s", 0.0),
             _number(data, "variation", 0.0),

@@ -240,9 +240,14 @@ class Plan:
         """
         return self._searched("curve").curve(_budgets_of(budgets))
 
+    @property
+    def has_space(self) -> bool:
+        """Whether the space that it was chosen from is there: in the process that planned, until it trains."""
+        return self.search is not None and not self.search.is_over
+
     def _searched(self, call: str) -> SearchedSpace:
         """The space that the plan was chosen from, for the method `call`; a letter where it is gone."""
-        if self.search is None or self.search.is_over:
+        if self.search is None or not self.has_space:
             raise BadPlan("the space that this plan was chosen from is gone", advice=f"autopar.plan(...).{call}()")
         return self.search
 

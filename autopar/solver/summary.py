@@ -84,7 +84,7 @@ def _takes(plan: Plan) -> Iterator[_Line]:
     yield "memory", f"{size(plan.peak_bytes)}{of_budget} at the {plan.peak_at}: {held}", 3
     within = " within the budget" if math.isfinite(plan.budget) else ""
     if pinned := dict(plan.defaults).get("bound"):
-        within += f" {pinned.removeprefix('of plans ').replace('that keep', 'that keeps')}"
+        within += f" {pinned.removeprefix('of a plan ')}"
     yield "bound", f"no plan{within} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 2
     if beside := _beside(plan):
         yield "beside", beside, 2
@@ -149,10 +149,10 @@ def _said(plan: Plan) -> Iterator[_Line]:
 
 
 def _beside(plan: Plan) -> str:
-    """Text about the plans of presets on the same mesh, or how to ask for them; "" of a loaded plan."""
-    if plan.search is None:
-        return ""  # of a plan that was loaded nothing more can be asked
-    known = plan.search.known_beside
+    """Text about the plans of presets on the same mesh, or how to ask for them; "" where nothing can be asked."""
+    known = plan.search.known_beside if plan.search is not None else None
+    if known is None and not plan.has_space:
+        return ""
     if known is None:
         return "plan.beside(), or --beside, plans the same model under dp, zero3 and megatron"
     return "; ".join(map(_of_rival, known))

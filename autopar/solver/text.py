@@ -87,7 +87,7 @@ def explained(plan: Plan, pattern: str) -> str:
     if not isinstance(pattern, str) or not pattern:
         raise BadPlan(f"{pattern!r} is no name of a place", advice="a name that plan.table() prints")
     names = _named(plan, pattern.partition(" (x")[0])
-    knows_rivals = plan.search is not None and not plan.search.is_over
+    knows_rivals = plan.has_space
     blocks: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         blocks.setdefault(tuple(map(folded, _site_lines(plan, name))), []).append(name)
@@ -215,7 +215,7 @@ def _head(plan: Plan) -> list[str]:
         calls = f"{plan.accumulation} calls, each " if plan.accumulation > 1 else ""
         batches = f" ({calls}in {plan.microbatches} micro-batches)"
     has_budget = math.isfinite(plan.budget)
-    pinned = dict(plan.defaults).get("bound", "").replace("of plans that keep", " that keeps")
+    pinned = dict(plan.defaults).get("bound", "").removeprefix("of a plan")
     within, of_budget = (" within the budget", f", of {size(plan.budget)}") if has_budget else ("", "")
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
     held = ", ".join(f"{kind} {size(n)}" for kind, n in kinds if n)

@@ -80,8 +80,8 @@ def mean_in_a_dict(m, x, y):
 
 
 def grown_dict(m, x, y):
-    y = y + m.state.get("sum", 0)
-    m.state["sum"] = y.detach().sum(0)
+    y = y + m.state.get("a.sum", 0) * m.state["layer.0"]
+    m.state["a.sum"] = y.detach().sum(0)
     return y
 
 
@@ -117,7 +117,7 @@ SERVED = {
     "the last one": (last_one, {"last": None}, 2),
     "a table of the longest": (table_of_the_longest, {"cached": 0, "table": None}, 2),
     "a mean in a dict": (mean_in_a_dict, {"state": {"mean": ZEROS}}, 1),
-    "a dict that grows": (grown_dict, {"state": {}}, 2),
+    "a dict that grows": (grown_dict, {"state": {"layer.0": ZEROS + 2}}, 2),
     "in a list": (in_a_list, {"held": [ZEROS, 3]}, 1),
     "written in a list": (written_in_a_list, {"held": [ZEROS]}, 1),
     "of an object": (of_an_object, {"about": types.SimpleNamespace(begun=False)}, 2),

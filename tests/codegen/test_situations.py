@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from importlib import resources
 
 import pytest
 import torch
@@ -70,6 +71,17 @@ def test_a_pattern_that_matches_parameters_alone_does_not_undo_other_constraints
     impossible = dataclasses.replace(request, constraints={"x": "S(7)@dp"})
     told = dict(plan_again(request.trace(model, batch_of(3)), impossible, first).defaults)
     assert told["another batch"].startswith("without constraints and preset: ")
+
+
+def test_another_batch_is_planned_without_the_file_of_the_cluster(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(resources.files("autopar.sharding.clusters").joinpath("a100.json").read_text())
+    model, batch = mlp_case()
+    request = Request(mesh=2, cluster=str(path), memory_budget="inf")
+    first = plan_of(request.trace(model, batch), request)
+    path.unlink()
+    again = plan_again(request.trace(model, batch_of(4)), request, first)
+    assert again.cluster == first.cluster and "mine" in again.cluster
 
 
 def ids(rows, length):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
+from importlib import resources
 
 import pytest
 import torch
@@ -126,6 +128,8 @@ def test_bytes_of_states_are_those_that_torch_keeps(optimizer):
         ({"recompute": "selectve"}, NotServed, "did you mean 'selective'"),
         ({"recompute": []}, NotServed, "is no policy"),
         ({"cluster": "h100-0x2"}, BadCluster, "no cluster is called"),
+        ({"cluster": "h100-8x00"}, BadCluster, "no cluster is called"),
+        ({"memory_budget": 1e20}, BadBudget, "no number of bytes"),
         ({"kernels": "rmsnorm"}, NotServed, "did you mean 'rms_norm'"),
         ({"optimizer": "admw"}, NotServed, "did you mean 'adamw'"),
     ],
@@ -134,6 +138,19 @@ def test_letters_say_what_may_have_been_meant(how, letter, says):
     with pytest.raises(letter) as caught:
         planned(**{"mesh": 4, **how})
     assert says in str(caught.value) and isinstance(caught.value, Letter)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"links": []}, "devices have to be connected"), ({"hidden": 2.0}, "1 is all"), ({"step_s": -1.0}, "no time")],
+)
+def test_a_cluster_file_that_cannot_be_is_a_letter(wrong, says, tmp_path):
+    path = tmp_path / "mine.json"
+    data = json.loads(resources.files("autopar.sharding.clusters").joinpath("generic.json").read_text())
+    path.write_text(json.dumps({**data, **wrong}))
+    with pytest.raises(BadCluster) as letter:
+        autopar.Cluster.of(path)
+    assert says in letter.value.seen
 
 
 def test_a_letter_comes_whole_to_another_process():

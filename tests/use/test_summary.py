@@ -156,6 +156,9 @@ def test_a_bound_is_of_the_plans_that_keep_to_what_is_pinned():
     said = " ".join(str(of_gpt2(mesh=(2,), parallel="zero1")).split())
     assert "no plan that keeps to parallel='zero1' takes less than" in said
     assert "that keep" not in str(of_gpt2(mesh=(2,)))
+    turned = of_gpt2(mesh=(2,), chunks=4, microbatches=2)
+    for said in (" ".join(str(turned).split()), " ".join(turned.table().split())):
+        assert "in 2 micro-batches with a loss head in 4 chunks" in said
 
 
 class Product(torch.nn.Module):
