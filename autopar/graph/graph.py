@@ -27,6 +27,7 @@ from autopar.graph.archive import read_fields, write
 from autopar.graph.blocks import Repeat, repeated_blocks
 from autopar.graph.held import set_at, tensor_of, write_buffer
 from autopar.graph.idle import IdleHook
+from autopar.graph.kept import NotKept
 from autopar.graph.nodes import SHORT, Info, Leaf, TensorType, call_of, fresh_key, info, op_name, run, type_of, typed
 from autopar.letters import BadInput
 
@@ -286,15 +287,18 @@ class Replay(torch.nn.Module):
         return [env[n] for n in self.graph.output.args[0]]
 
 
-def write_updates(graph: Graph, model: torch.nn.Module, values: Sequence[torch.Tensor]) -> None:
-    """Let a model hold after a call what forward would have set: buffers and attributes."""
+def write_updates(
+    graph: Graph, model: torch.nn.Module, values: Sequence[torch.Tensor], with_stand_ins: bool = False
+) -> None:
+    """Let a model hold after a call what forward would have set, and stand-ins for what is not kept if asked for."""
     for (kind, name), value in zip(graph.updates, values, strict=True):
         if kind == "buffer":
             write_buffer(model, name, value)
         elif kind == "attribute":
             set_at(model, name, value.detach())
     for name, value in graph.leaves:
-        set_at(model, name, value)
+        if with_stand_ins or not isinstance(value, NotKept):
+            set_at(model, name, value)
 
 
 def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

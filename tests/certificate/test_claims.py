@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.certificate.calls import RULES, Call
 from autopar.certificate.rules import typed
 from autopar.certificate.types import Refused, Type, axes_of, is_free, plain, whole
-from tests.equality.test_functions import FUNCTIONS
+from tests.equality.functions import FUNCTIONS
 from tests.language import drawn, gpt2, llama
 from tests.models import FunctionModel
 from tests.ops.audit import calls_of as calls_of_function
