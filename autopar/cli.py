@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Sequence
 
 from autopar import __version__
-from autopar.letters import BadCluster, BadSharding, Letter
+from autopar.letters import BadCluster, BadSharding, Letter, NotServed
 
 _INTERRUPTED = 130
 _HOME = {  # command -> the module that runs it, imported when it is asked for
@@ -73,9 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(asked: argparse.Namespace) -> None:
     """Raise a letter about arguments that can be seen to be wrong before anything is imported."""
     if getattr(asked, "budgets", 0) and not asked.report:
-        raise BadCluster(
-            f"--budgets {asked.budgets} is of the page about a plan", advice="--report plan.html beside it"
-        )
+        raise NotServed(f"--budgets {asked.budgets} is of the page about a plan", advice="--report plan.html beside it")
     ranks = getattr(asked, "ranks", None)
     if ranks is not None and ranks < 1:
         raise BadSharding(f"--ranks {ranks} is no number of ranks")

@@ -226,7 +226,8 @@ class Planning:
             try:
                 return whole._planned(mesh, known)
             except Infeasible as letter:
-                raise _of_the_smaller(letter, e.smallest, trial.graph.chunks) from e
+                how = f"whose loss head runs in {trial.graph.chunks} chunks"
+                raise naming_the_smaller(letter, e.smallest, how, "with a whole loss head") from e
         if _seconds_of_chunks(space, head, plans[0]) <= FREE * plans[0].step_time_s:
             return plans[0]
         for chunks in (*few, 1):
@@ -266,7 +267,7 @@ class Planning:
         )
 
     def _said_of_bound(self) -> list[tuple[str, str]]:
-        """A line of text where the bound holds only for plans that keep to what was asked, or to turns and chunks."""
+        """A line of text where the bound is of plans that keep to pins, or run in turns and chunks."""
         asked = self.request
         pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
         pins += ["the constraints"] if asked.constraints else []
@@ -290,15 +291,19 @@ def _said_of_groups(apart: frozenset[str]) -> list[tuple[str, str]]:
     return [("one by one", f"ops that a kernel could stand for, with a conversion among them: {few}")]
 
 
-def _of_the_smaller(letter: Infeasible, smallest: float, chunks: int) -> Infeasible:
-    """The letter about a whole loss head; it names the plan with a head in chunks if that is smaller."""
+def naming_the_smaller(letter: Infeasible, smallest: float, how: str, whole: str) -> Infeasible:
+    """The letter, about plans such as `whole` says, which names a smaller one if there is one.
+
+    `smallest` are the bytes of that other plan, and `how` says in what it differs.
+    """
     if not smallest < letter.smallest:
         return letter
     return letter.but(
-        seen=f"{size(letter.smallest)} in the smallest plan with a whole loss head; {size(smallest)} in the "
-        f"smallest that was found, whose head runs in {chunks} chunks",
+        seen=f"{size(smallest)} in the smallest plan that was found, {how}; {size(letter.smallest)} in the smallest "
+        f"{whole}",
         advice=f"{budget_for(smallest)}, or more devices",
         smallest=smallest,
+        fullest=f"{size(smallest)}, {how}",
     )
 
 

@@ -22,10 +22,9 @@ from typing import Any
 from autopar.arguments import check_fits, device_count
 from autopar.graph.graph import Graph, info, rows_of_batch
 from autopar.letters import BadConstraint, BadPreset, Infeasible, Letter, NotServed
-from autopar.planning import Planning
+from autopar.planning import Planning, naming_the_smaller
 from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
-from autopar.solver.figures import budget_for, size
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Beside, Plan
 from autopar.solver.rivals import PricedSpace
@@ -152,15 +151,9 @@ def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
 
 def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
     """The letter about the whole batch; it names a plan in micro-batches if a smaller one was found."""
-    whole, turns = letters[1], min(letters, key=lambda turns: letters[turns].smallest)
-    smallest = letters[turns].smallest
-    if not smallest < whole.smallest:
-        return whole
-    return whole.but(
-        seen=f"{size(smallest)} in the smallest plan that was found, in {turns} micro-batches; "
-        f"{size(whole.smallest)} in the smallest that was met of the whole batch at once",
-        advice=f"{budget_for(smallest)}, or more devices",
-        smallest=smallest,
+    turns = min(letters, key=lambda turns: letters[turns].smallest)
+    return naming_the_smaller(
+        letters[1], letters[turns].smallest, f"in {turns} micro-batches", "that was met of the whole batch at once"
     )
 
 

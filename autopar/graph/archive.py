@@ -46,7 +46,7 @@ def write(graph: Graph) -> str:
             "output_leaves": [_value(v) for v in graph.output_leaves],
             "output_names": graph.output_names,
             "updates": graph.updates,
-            "leaves": [(name, _value(value)) for name, value in graph.leaves],
+            "sets": [(name, _value(value)) for name, value in graph.sets],
             "assumptions": graph.assumptions,
             "training": graph.training,
             "unread": [(name, t.shape, t.dtype, t.requires_grad) for name, t in graph.unread],
@@ -79,7 +79,7 @@ def read_fields(text: str) -> dict[str, Any]:
             "output_leaves": tuple(_read(v, nodes) for v in data["output_leaves"]),
             "output_names": tuple(data["output_names"]),
             "updates": tuple((str(kind), str(name)) for kind, name in data["updates"]),
-            "leaves": tuple((str(name), _read(value, nodes)) for name, value in data.get("leaves", ())),
+            "sets": tuple((str(name), _read(value, nodes)) for name, value in data.get("sets", ())),
             "assumptions": tuple(map(str, data["assumptions"])),
             "training": bool(data["training"]),
             "unread": tuple((str(name), _read_type(type_)) for name, *type_ in data["unread"]),
@@ -196,7 +196,8 @@ _WRITTEN: tuple[tuple[str | None, Callable[[Any], bool], Callable[[Any], Any]], 
     ("float", _a(float), str),
     ("node", _a(fx.Node), lambda v: v.name),
     ("leaf", _a(Leaf), lambda v: v.position),
-    ("not kept", _a(NotKept), lambda v: [v.name, v.is_attribute]),
+    ("attribute not kept", lambda v: isinstance(v, NotKept) and v.is_attribute, lambda v: v.name),
+    ("not kept", _a(NotKept), lambda v: v.name),
     ("tuple", _a(tuple), lambda v: [_value(x) for x in v]),
     ("dict", _a(dict), lambda v: [[_value(k), _value(x)] for k, x in v.items()]),
     ("slice", _a(slice), lambda v: [_value(x) for x in (v.start, v.stop, v.step)]),
@@ -218,7 +219,9 @@ def _read(value: Any, nodes: dict[str, fx.Node]) -> Any:
     if kind == "leaf":
         return Leaf(int(content))
     if kind == "not kept":
-        return NotKept(str(content[0]), bool(content[1]))
+        return NotKept(str(content))
+    if kind == "attribute not kept":
+        return NotKept(str(content), is_attribute=True)
     if kind == "tuple":
         return tuple(_read(v, nodes) for v in content)
     if kind == "dict":

@@ -86,7 +86,7 @@ class Graph:
     output_names: tuple[str, ...]  # of the tensor leaves: "loss", "logits", "0"
     # ("buffer", name), ("attribute", name) or ("input", name): their new values are the last entries of the output node
     updates: tuple[tuple[str, str], ...] = ()
-    leaves: tuple[tuple[str, Any], ...] = ()  # attributes that a call sets, and to what; tensors are updates
+    sets: tuple[tuple[str, Any], ...] = ()  # attributes that a call sets, and to what; tensors are updates
     assumptions: tuple[str, ...] = ()
     training: bool = True
     # ("parameter name" or "buffer name", its type): tensors that the model holds and no op reads
@@ -201,7 +201,7 @@ class Graph:
             repr(self.output_leaves),
             repr(self.output_names),
             *self.backward_from,
-            *map(repr, self.leaves),
+            *map(repr, self.sets),
         )
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
@@ -218,7 +218,7 @@ class Graph:
             (
                 *(_line(n) for n in self.nodes if n.op != "output"),
                 *changed,
-                *(f"attribute {name} = {value!r}" for name, value in self.leaves),
+                *(f"attribute {name} = {value!r}" for name, value in self.sets),
                 f"return {', '.join(map(str, results[: len(self.output_names)]))}",
             )
         )
@@ -290,13 +290,13 @@ class Replay(torch.nn.Module):
 def write_updates(
     graph: Graph, model: torch.nn.Module, values: Sequence[torch.Tensor], with_stand_ins: bool = False
 ) -> None:
-    """Let a model hold after a call what forward would have set, and stand-ins for what is not kept if asked for."""
+    """Set on a model what forward would have set in a call; if asked for, stand-ins for the rest."""
     for (kind, name), value in zip(graph.updates, values, strict=True):
         if kind == "buffer":
             write_buffer(model, name, value)
         elif kind == "attribute":
             set_at(model, name, value.detach())
-    for name, value in graph.leaves:
+    for name, value in graph.sets:
         if with_stand_ins or not isinstance(value, NotKept):
             set_at(model, name, value)
 

@@ -82,7 +82,7 @@ def write_buffer(model: torch.nn.Module, name: str, value: Tensor) -> None:
 
 
 def _owner(model: torch.nn.Module, name: str) -> tuple[Any, str]:
-    """What holds a dotted name, and the name that it has there: a key of a dict may have dots itself."""
+    """The holder of a dotted name, and the name there: a key of a dict may have dots itself."""
     at: Any = model
     parts = name.split(".")
     while len(parts) > 1 and not (isinstance(at, dict) and _has(at, ".".join(parts))):
@@ -100,7 +100,7 @@ def _has(owner: dict[Any, Any], name: str) -> bool:
 
 
 def _entry(owner: Any, part: str, *default: Any) -> Any:
-    """The entry of a list, tuple or dict, or the attribute of anything else; the default where there is none."""
+    """The entry of a list, tuple or dict, or the attribute of anything else, or the default."""
     if isinstance(owner, (list, tuple)):
         return owner[int(part)] if not default or int(part) < len(owner) else default[0]
     if isinstance(owner, dict):

@@ -74,7 +74,7 @@ class RowsOfRank0(Sampler):
 
 @contextlib.contextmanager
 def keeping_random_states() -> Iterator[None]:
-    """Inside the block draws do not count: a batch that is looked at leaves the order of those to come as it was."""
+    """Restore random states after the block: a batch that is looked at changes none of those to come."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

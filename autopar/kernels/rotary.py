@@ -90,7 +90,7 @@ def heads_of(half: int, heads: int) -> tuple[int, int]:
 
 
 def room_for(x: Tensor) -> Tensor:
-    """An empty tensor laid out like `x`, but for its last dim, which is contiguous: the kernel goes along it."""
+    """An empty tensor laid out like `x`, but with its last dim contiguous: the kernel goes along it."""
     room = torch.empty_like(x)
     return room if room.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 

@@ -206,7 +206,7 @@ def _slowed(times: Curve, by: float) -> Curve:
 
 
 def _number(data: Mapping[str, Any], name: str, usual: float, most: float = math.inf) -> float:
-    """A finite number of a cluster file from 0 to `most`, `usual` where the file lacks it; else a ValueError."""
+    """A number of a cluster file from 0 to `most`, `usual` where it is missing; else a ValueError."""
     found = float(data.get(name, usual))
     if found > most:
         raise ValueError(f"{name}: {found}, where {most:g} is all")

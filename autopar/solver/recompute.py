@@ -130,7 +130,7 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
 
 
 def _chain(task: Task, free: Outcome, without: Without) -> Iterator[Point]:
-    """Shardings met without a memory budget, then those met under it, each list from the fastest on; the smallest."""
+    """Shardings met without a budget and under it, each list from the fastest on, then the smallest."""
     yield from frontier(free.points)
     found = without()
     yield from frontier(found.outcome.points if found.outcome else [])

@@ -149,7 +149,7 @@ def _said(plan: Plan) -> Iterator[_Line]:
 
 
 def _beside(plan: Plan) -> str:
-    """Text about the plans of presets on the same mesh, or how to ask for them; "" where nothing can be asked."""
+    """Text about the plans of presets on the mesh, or how to ask for them; "" without the space."""
     known = plan.search.known_beside if plan.search is not None else None
     if known is None and not plan.has_space:
         return ""

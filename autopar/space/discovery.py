@@ -238,7 +238,7 @@ def _part_shape(shape: Shape, placement: Placement, n: int, i: int) -> Shape:
 
 
 def suspected(op: Any, arguments: dict[str, Any], operands: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
-    """A line of notation under which an op without a rule ran right in every draw that it takes, or "" if none did.
+    """A line of notation under which an op without a rule ran right in all draws it takes; else "".
 
     `arguments` have types in the places of tensors. The op runs on small tensors, in which every larger size of the
     call is another odd multiple of six; numbers among its arguments that are such sizes follow.

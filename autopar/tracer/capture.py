@@ -31,6 +31,7 @@ from autopar.tracer.fakes import Fakes, sharing
 from autopar.tracer.functions import FunctionMode
 from autopar.tracer.left import Captured, steady
 from autopar.tracer.passes import canonicalise
+from autopar.tracer.place import defined
 from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder
 from autopar.tracer.refusals import (
@@ -190,7 +191,11 @@ def _forward(call: ModelCall) -> Any:
     if not isinstance(value, Tensor):
         raise NotCaptured(f"loss= returned {value!r}", advice="a tensor that is computed from the outputs")
     if value.numel() != 1:
-        raise NotCaptured(f"loss= returned a tensor of shape {tuple(value.shape)}, not one number", advice=".mean()")
+        raise NotCaptured(
+            f"loss= returned a tensor of shape {tuple(value.shape)}, not one number",
+            at=defined(call.loss),
+            advice="its mean() or sum()",
+        )
     return value, outputs
 
 

@@ -199,7 +199,7 @@ class Changes:
 
 
 def _set_on(state: ModuleState) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What is otherwise than in an earlier state of a module, with its path."""
+    """Values that differ from an earlier state of a module, with their paths."""
     now = {key: value for key, value in vars(state.module).items() if key not in _OF_TORCH}
     for key, value in _differences(now, state.attributes):
         yield (key,), value

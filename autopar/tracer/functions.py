@@ -126,7 +126,7 @@ def record_attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], k
 
 
 def record_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle a function that computes, under autocast with its casts; autocast does not see what has an out=."""
+    """Handle a function that computes, under autocast with its casts, unless it has an out=."""
     refuse_generator(recorder, args, kwargs)
     if isinstance(kwargs.get("out"), Tensor):
         return into(recorder, function, args, kwargs)
@@ -227,7 +227,7 @@ def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _items(recorder: Recorder, tensor: Tensor, index: Any) -> list[Any]:
-    """The items of an index; arrays of numpy are lists, and masks that are no tensors the numbers of their places."""
+    """The items of an index, with lists for arrays of numpy and numbers of places for their masks."""
     items = [_listed(item) for item in (index if isinstance(index, tuple) else (index,))]
     found: list[Any] = []
     for k, item in enumerate(items):

@@ -1,7 +1,7 @@
 """Find out whether a call goes by what the call before has left on its modules, and let the graph keep that.
 
     before   if not self.ready: ...; self.ready = True      if self.mean is None: ...; self.mean = x.mean(0)
-    after    graph.leaves = (("ready", True),)              graph.updates = (("attribute", "mean"),)
+    after    graph.sets   = (("ready", True),)              graph.updates = (("attribute", "mean"),)
 
 The model is captured again in the state in which a call leaves it. What that capture does not go by is not kept, such
 as a count of calls; a tensor that is an attribute gets a stand-in, which says so where it is read. What it goes by is
@@ -70,13 +70,13 @@ def steady(root: torch.nn.Module, first: Captured, capture: Capture) -> Captured
 
 def _leaving(captured: Captured, kept: frozenset[str]) -> Captured:
     """The capture whose graph sets the numbers that are kept, and a stand-in for each tensor that is not."""
-    leaves = []
+    sets = []
     for one in captured.left:
         if one.is_plain and one.name in kept:
-            leaves.append((one.name, one.value))
+            sets.append((one.name, one.value))
         elif one.is_tensor and one.name not in kept and len(one.path) == 1:
-            leaves.append((one.name, NotKept(one.name, is_attribute=True)))
-    return captured._replace(graph=replace(captured.graph, leaves=tuple(leaves)))
+            sets.append((one.name, NotKept(one.name, is_attribute=True)))
+    return captured._replace(graph=replace(captured.graph, sets=tuple(sets)))
 
 
 def _text(captured: Captured) -> str:
@@ -98,7 +98,7 @@ def _is_kept(one: Left, looked_at: set[str]) -> bool:
 
 
 def _merged(before: Sequence[Left], later: Sequence[Left]) -> list[Left]:
-    """What was left, and what was left later, which counts where both speak of one place."""
+    """All that two calls have left; the later one counts where both speak of one place."""
     return list({one.name: one for one in (*before, *later)}.values())
 
 

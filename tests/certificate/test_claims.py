@@ -240,7 +240,7 @@ def test_what_rules_say_of_every_function_is_so(share):
                     values = [x for x in pytree.tree_leaves(made) if isinstance(x, torch.Tensor) and x.requires_grad]
                     if values:
                         sum((x.abs() if x.is_complex() else x).sum() for x in values).backward()
-                except (RuntimeError, NotImplementedError, TypeError):
+                except (RuntimeError, TypeError):  # torch has no such call, or no gradient of it
                     continue
             try:
                 said |= held(calls.found.values())

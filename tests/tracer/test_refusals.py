@@ -345,10 +345,10 @@ def test_a_number_that_forward_changes_and_goes_by_is_a_letter():
 
 def test_a_number_that_forward_changes_is_kept_where_a_call_goes_by_it():
     graph = ColoTracer().trace(Warmed("nothing"), (torch.randn(2, 4),))
-    assert graph.assumptions == ("the attribute step that forward sets on the model is not kept",) and not graph.leaves
+    assert graph.assumptions == ("the attribute step that forward sets on the model is not kept",) and not graph.sets
     graph = ColoTracer().trace(Warmed("its length"), (torch.randn(2, 4),))
-    assert graph.leaves == (("longest", 2),) and not graph.assumptions and "attribute longest = 2" in str(graph)
-    assert Graph.from_json(graph.to_json()).leaves == graph.leaves
+    assert graph.sets == (("longest", 2),) and not graph.assumptions and "attribute longest = 2" in str(graph)
+    assert Graph.from_json(graph.to_json()).sets == graph.sets
 
 
 @pytest.mark.parametrize("table", [nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True, mode="sum")])
