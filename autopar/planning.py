@@ -28,7 +28,7 @@ from autopar.solver.plan import Plan
 from autopar.solver.program import peak_where_nothing_is_dear, solve
 from autopar.solver.standing_bytes import refuse_below
 from autopar.space.constraints import Preset
-from autopar.space.presets import preset_of, said_of, window_of
+from autopar.space.presets import preset_of, warnings_of, window_of
 from autopar.space.saved import bytes_that_stand
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
@@ -155,10 +155,11 @@ class Planning:
             if not expert.habits:
                 raise
             kept = ", ".join(f"{habit} along {mesh.axes[a]}" for a, habit in expert.habits)
-            broken = "parallel", f"{parallel!r} is not kept to everywhere: {kept} leaves no plan"
-            plan = self._solved(mesh, known, [broken, *defaults], replace(expert, habits=()))
-        said = said_of(parallel, mesh, plan.parameters, plan.parameter_bytes)
-        return replace(plan, defaults=(*said, *plan.defaults))
+            plan = self._solved(mesh, known, defaults, replace(expert, habits=()))
+            broken = f"{parallel!r} is not kept to everywhere: {kept} leaves no plan"
+            plan = replace(plan, warnings=(broken, *plan.warnings))
+        whole = warnings_of(parallel, mesh, plan.parameters, plan.parameter_bytes)
+        return replace(plan, warnings=(*plan.warnings, *whole))
 
     def _solved(
         self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], preset: Preset | None = None
@@ -262,19 +263,20 @@ class Planning:
             budget=float(int(asked.budget)) if has_asked and math.isfinite(asked.budget) else plan.budget,
             precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,
             assumptions=tuple(self.graph.assumptions),
-            defaults=(*defaults, *self._said_of_head(), *self._said_of_bound()),
+            defaults=(*defaults, *self._said_of_head()),
+            bound_of=self._bound_of(),
             chunks=self.graph.chunks,
         )
 
-    def _said_of_bound(self) -> list[tuple[str, str]]:
-        """A line of text where the bound is of plans that keep to pins, or run in turns and chunks."""
+    def _bound_of(self) -> str:
+        """In words, the plans of which the bound is: those that keep to pins, or run in turns and chunks."""
         asked = self.request
         pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
         pins += ["the constraints"] if asked.constraints else []
         of = [f"that keeps to {' and '.join(pins)}"] if pins else []
         of += [f"in {self.graph.turns} micro-batches"] if self.graph.turns > 1 else []
         of += [f"with a loss head in {self.graph.chunks} chunks"] if self.graph.chunks > 1 else []
-        return [("bound", f"of a plan {' '.join(of)}")] if of else []
+        return " ".join(of)
 
     def _said_of_head(self) -> list[tuple[str, str]]:
         """A line of text about the loss head under a budget, where there is something to say."""

@@ -72,8 +72,8 @@ def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool 
         except (BadConstraint, BadPreset, Infeasible) as e:
             letter = letter or e
         else:
-            said = () if letter is None else (("another batch", f"without {dropped}: {letter.what}"),)
-            return replace(found, defaults=(*said, *found.defaults))
+            less = () if letter is None else (f"another batch is planned without {dropped}: {letter.what}",)
+            return replace(found, warnings=(*less, *found.warnings))
     assert letter is not None
     raise letter
 

@@ -66,7 +66,11 @@ def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
         "curve": _curve(plan, budgets) if is_here and budgets else [],
         "beside": [list(rival) for rival in known or () if not rival.why],
         "meshes": [list(row) for row in plan.meshes],
-        "said": [*(["assumed", a] for a in plan.assumptions), *(list(pair) for pair in plan.defaults)],
+        "said": [
+            *(["careful", w] for w in plan.warnings),
+            *(["assumed", a] for a in plan.assumptions),
+            *(list(pair) for pair in plan.defaults),
+        ],
     }
 
 

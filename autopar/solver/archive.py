@@ -74,6 +74,8 @@ def written(plan: Plan) -> dict[str, Any]:
         "without_rule": list(plan.without_rule),
         "assumptions": list(plan.assumptions),
         "defaults": [list(pair) for pair in plan.defaults],
+        **({"warnings": list(plan.warnings)} if plan.warnings else {}),
+        **({"bound_of": plan.bound_of} if plan.bound_of else {}),
         "memory": dict(plan.memory),
         "peak_at": plan.peak_at,
         "budget": int(plan.budget) if math.isfinite(plan.budget) else None,  # JSON has no infinity
@@ -159,6 +161,8 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "without_rule": _each(data["without_rule"], _text),
         "assumptions": _each(data["assumptions"], _text),
         "defaults": _each(data["defaults"], lambda pair: _pair(pair, _text)),
+        "warnings": _each(data.get("warnings", ()), _text),
+        "bound_of": _text(data.get("bound_of", "")),
         "memory": _sizes(data["memory"]),
         "peak_at": _text(data["peak_at"]),
         "budget": math.inf if data["budget"] is None else float(_whole(data["budget"], least=1)),

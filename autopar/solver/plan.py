@@ -98,10 +98,14 @@ class Plan:
     parameter_bytes: Mapping[str, int] = field(repr=False)
     digest: str  # of the graph it was made for
     window_bytes: int  # least bytes of parameters in a window of gathers and reductions
+    bound_of: str = (
+        ""  # of which plans `lower_bound_s` is the bound: those that keep to pins, in micro-batches or chunks
+    )
     optimizer: str | float = "adamw"
     without_rule: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     defaults: tuple[tuple[str, str], ...] = ()  # arguments left at their defaults, with what they meant
+    warnings: tuple[str, ...] = ()  # where a preset or constraints are not kept to
     memory: Mapping[str, int] = field(default_factory=dict, repr=False)  # bytes a device at the peak, by kind
     peak_at: str = ""  # where in the step the peak stands
     budget: float = math.inf  # bytes a device; infinite where none was asked for

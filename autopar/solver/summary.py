@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 LINES, WIDTH = 15, 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
-_SAID = ("parallel", "bound")  # of what defaults meant, what has a line of its own
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # where there is none with a weight for sure
 _MOST = 0.9  # of the seconds of products: what holds for so many is said of all
 _SOME = 0.1
@@ -83,9 +82,8 @@ def _takes(plan: Plan) -> Iterator[_Line]:
     of_budget = f" of {size(plan.budget)}" if math.isfinite(plan.budget) else ""
     yield "memory", f"{size(plan.peak_bytes)}{of_budget} at the {plan.peak_at}: {held}", 3
     within = " within the budget" if math.isfinite(plan.budget) else ""
-    if pinned := dict(plan.defaults).get("bound"):
-        within += f" {pinned.removeprefix('of a plan ')}"
-    yield "bound", f"no plan{within} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 2
+    of = f" {plan.bound_of}" if plan.bound_of else ""
+    yield "bound", f"no plan{within}{of} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 2
     if beside := _beside(plan):
         yield "beside", beside, 2
     yield "dearest", _dearest(plan), 2
@@ -133,8 +131,8 @@ def _warnings(plan: Plan) -> Iterator[_Line]:
         lost, names = sum(plan.unaligned.values()), _named(Counter(map(_short, plan.unaligned)))
         more = f"{names} would take {time(lost)} less with sizes that are multiples of 8"
         yield "careful", f"{more} (in transformers: model.resize_token_embeddings(None, pad_to_multiple_of=8))", 2
-    if broken := [meaning for name, meaning in plan.defaults if name == "parallel"]:
-        yield "careful", broken[0], 1
+    for warning in plan.warnings:
+        yield "careful", warning, 1
     if plan.stopped:
         yield "stopped", f"{', '.join(plan.stopped)}, after the work that it is given", 1
 
@@ -143,7 +141,7 @@ def _said(plan: Plan) -> Iterator[_Line]:
     """Lines about assumptions, and about the meaning of defaults."""
     if plan.assumptions:
         yield "assumed", "; ".join(plan.assumptions), 1
-    said = [f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults if name not in _SAID]
+    said = [f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults]
     if said:
         yield "defaults", "; ".join(said), 2
 

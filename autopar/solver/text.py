@@ -71,8 +71,9 @@ def table_of(plan: Plan) -> str:
     if plan.stopped:
         why = "after the work that it is given: the gap says what may be left"
         blocks.append([f"stopped   {search}, {why}" for search in plan.stopped])
-    assumed = [f"assumed   {assumption}" for assumption in plan.assumptions]
-    said = assumed + [f"default   {name}: {meaning}" for name, meaning in plan.defaults]
+    said = [f"careful   {warning}" for warning in plan.warnings]
+    said += [f"assumed   {assumption}" for assumption in plan.assumptions]
+    said += [f"default   {name}: {meaning}" for name, meaning in plan.defaults]
     if said:
         blocks.append(said)
     blocks.append(_GLOSSARY)
@@ -215,7 +216,7 @@ def _head(plan: Plan) -> list[str]:
         calls = f"{plan.accumulation} calls, each " if plan.accumulation > 1 else ""
         batches = f" ({calls}in {plan.microbatches} micro-batches)"
     has_budget = math.isfinite(plan.budget)
-    pinned = dict(plan.defaults).get("bound", "").removeprefix("of a plan")
+    pinned = f" {plan.bound_of}" if plan.bound_of else ""
     within, of_budget = (" within the budget", f", of {size(plan.budget)}") if has_budget else ("", "")
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
     held = ", ".join(f"{kind} {size(n)}" for kind, n in kinds if n)

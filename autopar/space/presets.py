@@ -204,10 +204,10 @@ def _is_whole(sharding: Sharding, axes: Sequence[int]) -> bool:
     return not any(sharding.placements[a].is_shard for a in axes)
 
 
-def said_of(
+def warnings_of(
     parallel: Any, mesh: DeviceMesh, parameters: Mapping[str, Sharding], sizes: Mapping[str, int]
-) -> tuple[tuple[str, str], ...]:
-    """A line with the parameters that a ZeRO plan stores whole along the data axes; none if it cuts all.
+) -> tuple[str, ...]:
+    """A line of text with the parameters that a ZeRO plan stores whole along the data axes; none if it cuts all.
 
     `parameters` and `sizes` are the shardings of the plan's parameters and their bytes.
     """
@@ -220,8 +220,7 @@ def said_of(
     names = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
     share = sum(sizes[name] for name in whole) / max(1, sum(sizes.values()))
     along = ", ".join(f"{mesh.axes[a]}={mesh.shape[a]}" for a in roles.cuts)
-    said = (
+    return (
         f"{len(whole)} of {len(parameters)} parameters ({share:.2%} of their bytes) are stored whole along {along}, "
-        f"where no dim that is left has a part for every device, or a constraint says so: {names}"
+        f"where no dim that is left has a part for every device, or a constraint says so: {names}",
     )
-    return (("parallel", said),)

@@ -67,10 +67,10 @@ def test_a_pattern_that_matches_parameters_alone_does_not_undo_other_constraints
     request = Request(**asked, memory_budget="inf")
     first = plan_of(request.trace(model, batch), request)
     again = plan_again(request.trace(model, batch_of(4)), request, first)
-    assert again.decisions["x"].flows() == first.decisions["x"].flows() and "another batch" not in dict(again.defaults)
+    assert again.decisions["x"].flows() == first.decisions["x"].flows() and not again.warnings
     impossible = dataclasses.replace(request, constraints={"x": "S(7)@dp"})
-    told = dict(plan_again(request.trace(model, batch_of(3)), impossible, first).defaults)
-    assert told["another batch"].startswith("without constraints and preset: ")
+    told = plan_again(request.trace(model, batch_of(3)), impossible, first).warnings
+    assert told[0].startswith("another batch is planned without constraints and preset: ")
 
 
 def test_another_batch_is_planned_without_the_file_of_the_cluster(tmp_path):

@@ -189,7 +189,7 @@ def test_what_is_made_of_the_batch_stays_cut_by_rows(name, parallel):
     rows = {0, 1} if isinstance(parallel, str) else {0}
     made = [c for c in plan.conversions if c.source not in plan.parameters]
     assert made and not [c for c in made for step in c.forward if step.kind == "all_gather" and step.axis in rows]
-    assert not [how for what, how in plan.defaults if what == "parallel" and "not kept to" in how]
+    assert not [warning for warning in plan.warnings if "not kept to" in warning]
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -210,7 +210,7 @@ def test_megatrons_sums_are_made_whole_or_scattered_along_the_sequence(name, seq
     assert all(s.dim == 1 for s in scattered) and (
         len(scattered) >= blocks and len(reduced) <= 3 if sequence else not scattered and len(reduced) >= blocks
     )
-    assert not [said for said in plan.defaults if said[0] == "parallel"]
+    assert not [warning for warning in plan.warnings if "not kept to" in warning]
 
 
 def test_where_rows_must_meet_the_plan_says_so():
@@ -225,9 +225,8 @@ def test_where_rows_must_meet_the_plan_says_so():
             return (self.a(x) @ self.b(x).T).logsumexp(1).mean()
 
     plan = autopar.plan(Pairs(), (torch.randn(8, 8),), mesh=2, parallel="dp")
-    assert any(
-        what == "parallel" and "not kept to everywhere" in how for what, how in plan.defaults
-    ) and "not kept to everywhere" in str(plan)
+    assert "not kept to everywhere" in plan.warnings[0] and "not kept to everywhere" in str(plan)
+    assert autopar.Plan.from_dict(plan.to_dict()).warnings == plan.warnings
     assert {sharding.text(plan.mesh.axes) for sharding in plan.parameters.values()} == {"R"}
 
 
@@ -455,7 +454,7 @@ def test_zero_cuts_unevenly_where_nothing_divides(parallel, mesh):
     data = range(len(mesh.shape)) if isinstance(parallel, str) else [0]
     whole = {n for n, s in plan.parameters.items() if not any(s.placements[a].is_shard for a in data)}
     assert whole == ({"2.bias"} if isinstance(parallel, str) else whole & {"1.bias", "2.bias"}) and "2.bias" in whole
-    said = [how for what, how in plan.defaults if what == "parallel"]
+    said = plan.warnings
     assert len(said) == 1 and f"{len(whole)} of 5 parameters" in said[0] and all(name in said[0] for name in whole)
     assert plan.memory["optimizer states"] < 2.1 * sum(plan.parameter_bytes.values()) / mesh.size * (
         1 + 1 / 12
@@ -477,9 +476,8 @@ def test_2d_stores_its_weights_cut_along_data_too(zero):
     assert weights and all(all(p.is_shard for p in s.placements) for s in weights.values())
     assert (set(plan.regathered) >= set(weights)) == (zero == 3)
     whole = [n for n, s in plan.parameters.items() if not s.placements[0].is_shard]
-    assert all(n.endswith("bias") for n in whole) and any(
-        f"{len(whole)} of {len(plan.parameters)} parameters" in how for _, how in plan.defaults
-    )
+    assert all(n.endswith("bias") for n in whole)
+    assert f"{len(whole)} of {len(plan.parameters)} parameters" in plan.warnings[0]
 
 
 def test_a_budget_that_nothing_meets_names_the_smallest_plan_of_micro_batches():
