@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pulp
 
+from autopar.once import Once
 from autopar.solver.eliminate import minimise, regions_of
 from autopar.solver.points import Point, Points
 from autopar.solver.tables import Factor, Problem
@@ -109,13 +110,11 @@ class Budgeted:
 
         `exposed` has, for each kind of window, the share that counts as exposed; without it all communication does.
         """
-        memo: dict[Any, np.ndarray] = {}
+        once = Once()
 
         def priced(base: np.ndarray, extras: list[tuple[float, np.ndarray]]) -> np.ndarray:
-            key = (id(base), *((p, id(b)) for p, b in extras))
-            if key not in memo:
-                memo[key] = _times(base, of_time) + sum(p * b for p, b in extras)
-            return memo[key]
+            by, tables = zip(*extras, strict=True) if extras else ((), ())
+            return once(by, (base, *tables), lambda: _times(base, of_time) + sum(p * b for p, b in extras))
 
         rows = [(price, self.row(t)) for t, price in sorted(prices.items()) if price > 0]
         on_sites: dict[int, list[tuple[float, np.ndarray]]] = {}

@@ -49,7 +49,7 @@ def minimise(problem: Problem, widest: int = WIDEST, tries: int = 8, gap: float 
     try:
         return _minimised(problem, widest, tries, gap)
     finally:
-        problem.memo.clear()  # its eliminations know it, and it them: nothing would free them while collection rests
+        problem.once.clear()  # its eliminations know it, and it them: nothing would free them while collection rests
 
 
 def _minimised(problem: Problem, widest: int, tries: int, gap: float) -> Found:
@@ -148,7 +148,7 @@ def _with_last(problem: Problem, v: int, swapped: Mapping[int, int]) -> Problem:
     for region in problem.regions:
         others = [swapped.get(u, u) for u in region if u != v]
         regions.append(region if moved.isdisjoint(region) else others)
-    return Problem(costs, factors, regions, problem.memo)
+    return Problem(costs, factors, regions, problem.once)
 
 
 def regions_of(space: Space) -> list[list[int]]:

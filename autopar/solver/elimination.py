@@ -14,8 +14,9 @@ not eaten from its end, so that it costs its logarithm.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ class Remainder:
     """The variables that are not eliminated yet: their costs, and the factors over them."""
 
     def __init__(self, problem: Problem, fixed: Mapping[int, int]) -> None:
-        self.memo = problem.memo
+        self.once = problem.once
         self.costs: dict[int, np.ndarray] = dict(enumerate(problem.costs))
         self.factors: dict[int, list[Factor]] = {v: [] for v in self.costs}  # of each variable
         self.constant = 0.0
@@ -49,15 +50,6 @@ class Remainder:
         for factor in problem.factors:
             self.add(self._without_fixed(factor, fixed))
 
-    def once(self, key: Any, held: Any, compute: Callable[[], _T]) -> _T:
-        """The value under a key, computed the first time.
-
-        `held` keeps the tables alive whose identities are in the key, so that these stay unique.
-        """
-        if key not in self.memo:
-            self.memo[key] = (held, compute())
-        return self.memo[key][1]
-
     def add(self, factor: Factor) -> None:
         if 1 in factor.table.shape:  # a variable that is seen as one class has no part in it
             factor = self._squeezed(factor)
@@ -65,15 +57,14 @@ class Remainder:
             self.constant += float(factor.table)
         elif len(factor.scope) == 1:
             (v,), (m,), before = factor.scope, factor.classes, self.costs[factor.scope[0]]
-            key, held = ("unary", id(before), id(factor.table), id(m)), (before, factor.table, m)
-            self.costs[v] = self.once(key, held, lambda: before + factor.table[m])
+            self.costs[v] = self.once("unary", (before, factor.table, m), lambda: before + factor.table[m])
         else:
             for v in factor.scope:
                 self.factors[v].append(factor)
 
     def add_cost(self, v: int, more: np.ndarray) -> None:
         before = self.costs[v]
-        self.costs[v] = self.once(("more", id(before), id(more)), (before, more), lambda: before + more)
+        self.costs[v] = self.once("more", (before, more), lambda: before + more)
 
     def take(self, v: int) -> tuple[np.ndarray, list[Factor]]:
         """The cost and factors of a variable, which are removed with it."""
@@ -91,7 +82,7 @@ class Remainder:
     def _squeezed(self, factor: Factor) -> Factor:
         seen = [i for i, n in enumerate(factor.table.shape) if n > 1]
         shape = [factor.table.shape[i] for i in seen]
-        table = self.once(("squeezed", id(factor.table)), factor.table, lambda: factor.table.reshape(shape))
+        table = self.once("squeezed", (factor.table,), lambda: factor.table.reshape(shape))
         scope, classes = tuple(factor.scope[i] for i in seen), tuple(factor.classes[i] for i in seen)
         return Factor(scope, classes, table, factor.generation)
 
@@ -154,14 +145,14 @@ class Hubs:
             spread = highest - np.where(finite, factor.table, math.inf).min(axis)
             return float(spread[np.isfinite(spread)].max(initial=0.0))
 
-        return float(self.left.once(("spread", id(factor.table), axis), factor.table, most))
+        return float(self.left.once(("spread", axis), (factor.table,), most))
 
     def _split(self, hub: int) -> list[int]:
         """Replace a variable by copies with equal shares of its cost; returns them and the variables around."""
         left = self.left
         cost, factors = left.take(hub)
         groups = self._groups(hub, factors)
-        share = left.once(("share", id(cost), len(groups)), cost, lambda: cost / len(groups))
+        share = left.once(("share", len(groups)), (cost,), lambda: cost / len(groups))
         touched, made = set[int](), list[int]()
         for group in groups:
             copy, left.count = left.count, left.count + 1
@@ -287,21 +278,21 @@ class Elimination:
                 number.setdefault(u, len(number))
         around = tuple(number)[len(inside) :]
         costs = [left.costs[v] for v in inside]
-        lines = [f.identity(number) for f in factors]
-        key = ("region", len(inside), *map(id, costs), *(len(left.costs[u]) for u in around), *lines)
+        sizes, numbers = tuple(len(left.costs[u]) for u in around), tuple(f.numbers(number) for f in factors)
+        tables = (*costs, *itertools.chain.from_iterable(f.tables() for f in factors))
 
         def run() -> Elimination | TooWide:
             zeros = [self._zeros(len(left.costs[u])) for u in around]
-            problem = Problem([*costs, *zeros], [f.over(number) for f in factors], memo=left.memo)
+            problem = Problem([*costs, *zeros], [f.over(number) for f in factors], once=left.once)
             try:
                 return Elimination(problem, {}, self.widest, len(around))
             except TooWide as e:
                 return e
 
-        return around, left.once(key, (factors, costs), run)
+        return around, left.once(("region", len(inside), sizes, numbers), tables, run)
 
     def _zeros(self, n: int) -> np.ndarray:
-        return self.left.once(("zeros", n), None, lambda: np.zeros(n, self.dtype))
+        return self.left.once(("zeros", n), (), lambda: np.zeros(n, self.dtype))
 
     def _replace(self, inside: tuple[int, ...], around: tuple[int, ...], run: Elimination) -> None:
         """Replace a region by the tables that its elimination has left."""
@@ -373,9 +364,10 @@ class Elimination:
         self.steps.append(_Eliminated(v, cost, factors))
         scope = tuple(sorted({u for f in factors for u in f.scope if u != v}))
         place = {u: i for i, u in enumerate(scope)}
-        lines = tuple(f.identity(place) for f in factors)
-        key = ("eliminate", id(cost), lines)
-        classes, table = self.left.once(key, (cost, factors), lambda: minimum_over(v, cost, factors, scope))
+        numbers = tuple(f.numbers(place) for f in factors)
+        tables = (cost, *itertools.chain.from_iterable(f.tables() for f in factors))
+        made = self.left.once(("eliminate", numbers), tables, lambda: minimum_over(v, cost, factors, scope))
+        classes, table = made
         self.left.add(Factor(scope, classes, table, 1 + max((f.generation for f in factors), default=0)))
         return scope
 

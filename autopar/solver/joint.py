@@ -15,10 +15,11 @@ made from what is. Good ones are the flows of the minimum cut that gives the sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from autopar.once import Once
 from autopar.solver.availability import Availability, AvailabilityPrices
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import minimise
@@ -91,37 +92,37 @@ class JointTables:
 
     def fewest_bytes(self) -> float:
         """A lower bound of bytes at the priced time, for any sharding with any recompute."""
-        memo: dict[Any, np.ndarray] = {}
+        once = Once()
         base = self.base((0.0,) * self.counted.kinds)
-        costs = [_for_nothing(memo, cost) for cost in base.costs]
-        factors = [_of(factor, _for_nothing(memo, factor.table)) for factor in base.factors]
+        costs = [_for_nothing(once, cost) for cost in base.costs]
+        factors = [_of(factor, _for_nothing(once, factor.table)) for factor in base.factors]
         for i, held in self.fixed_sites.items():
-            costs[i] = _plus(memo, costs[i], held, 1.0)
+            costs[i] = _plus(once, costs[i], held, 1.0)
         for k, held in self.fixed_edges.items():
-            factors[k] = _of(factors[k], _plus(memo, factors[k].table, held, 1.0))
+            factors[k] = _of(factors[k], _plus(once, factors[k].table, held, 1.0))
         return minimise(Problem(costs, factors, self.counted.regions), tries=1).bound
 
     def problem(self, at: JointPrices, worth: Availability) -> Problem:
         """Seconds and priced bytes as tables to be minimised, under these availability prices."""
-        memo: dict[Any, np.ndarray] = {}
+        once = Once()
         price, base = at.of_byte, self.base(at.exposed)
         costs = list(base.costs)
         factors = list(base.factors)
         for i, held in self.fixed_sites.items():
-            costs[i] = _plus(memo, costs[i], held, price)
+            costs[i] = _plus(once, costs[i], held, price)
         for k, held in self.fixed_edges.items():
-            factors[k] = _of(factors[k], _plus(memo, factors[k].table, held, price))
+            factors[k] = _of(factors[k], _plus(once, factors[k].table, held, price))
         adds = self.prices.adds(at.exposed)
         for time, op in enumerate(self.passages.ops):
-            costs[op.site] = self._site(memo, time, costs[op.site], price, worth, adds[time])
+            costs[op.site] = self._site(once, time, costs[op.site], price, worth, adds[time])
             for k, kept in zip(op.edges, self.prices.kept[time], strict=True):
                 if self.passages.sources[k][0] >= 0 and k not in self.passages.gathered:
-                    table = self._edge(memo, k, kept, factors[k].table, price, worth)
+                    table = self._edge(once, k, kept, factors[k].table, price, worth)
                     factors[k] = _of(factors[k], table)
         return Problem(costs, factors, self.counted.regions)
 
     def _site(
-        self, memo: dict[Any, np.ndarray], time: int, cost: np.ndarray, price: float, worth: Availability, adds: float
+        self, once: Once, time: int, cost: np.ndarray, price: float, worth: Availability, adds: float
     ) -> np.ndarray:
         """The cost of an op's choices, each with the cheapest states of what the op makes.
 
@@ -135,17 +136,8 @@ class JointTables:
             for i in range(len(op.made))
         ]
         wants = self.prices.wants[time]
-        key = (
-            "site",
-            id(cost),
-            id(site.choices),
-            asked,
-            tuple(gains),
-            tuple((id(m.bytes), m.shows == OWN, m.is_kept and wants) for m in op.made),
-            id(op.besides) if wants else 0,
-            adds,
-        )
-        if key not in memo:
+
+        def made_best() -> np.ndarray:
             again: np.ndarray = np.full(len(site.choices), asked)
             if site.compute:
                 again = again + site.compute[0] * (self.steps * adds)
@@ -157,36 +149,33 @@ class JointTables:
                 saved = saved + (held - gain if is_kept else np.minimum(0.0, held - gain))
             if op.besides is not None and wants:
                 saved = saved + op.besides * price
-            memo[key] = cost + np.minimum(again, saved)
-        return memo[key]
+            return cost + np.minimum(again, saved)
 
-    def _edge(
-        self, memo: dict[Any, np.ndarray], k: int, kept: bool, table: np.ndarray, price: float, worth: Availability
-    ) -> np.ndarray:
+        how = tuple((m.shows == OWN, m.is_kept and wants) for m in op.made)
+        objects = (cost, site.choices, *(m.bytes for m in op.made), op.besides if wants else None)
+        return once(("site", asked, tuple(gains), how, adds), objects, made_best)
+
+    def _edge(self, once: Once, k: int, kept: bool, table: np.ndarray, price: float, worth: Availability) -> np.ndarray:
         """The table of an edge, with the cheapest state of what arrives."""
         leaving, arriving = float(worth.leaving[k]), float(worth.arriving[k])
         edge, made = self.space.edges[k], self.passages.converted[k]
-        key = ("edge", id(table), id(made), id(edge.forward), kept, leaving, arriving)
-        if key not in memo:
+
+        def arrived_best() -> np.ndarray:
             moved = np.minimum(made * price, edge.forward * self.steps + leaving) - arriving
             there = np.where(made > 0, moved, leaving - arriving)
-            memo[key] = table + (there if kept else np.minimum(0.0, there))
-        return memo[key]
+            return table + (there if kept else np.minimum(0.0, there))
+
+        return once(("edge", kept, leaving, arriving), (table, made, edge.forward), arrived_best)
 
 
-def _plus(memo: dict[Any, np.ndarray], base: np.ndarray, held: Sequence[np.ndarray], price: float) -> np.ndarray:
+def _plus(once: Once, base: np.ndarray, held: Sequence[np.ndarray], price: float) -> np.ndarray:
     """A table plus bytes times a price."""
-    key = ("fixed", id(base), *map(id, held))
-    if key not in memo:
-        memo[key] = base + sum(price * h for h in held)
-    return memo[key]
+    return once("fixed", (base, *held), lambda: base + sum(price * h for h in held))
 
 
-def _for_nothing(memo: dict[Any, np.ndarray], table: np.ndarray) -> np.ndarray:
+def _for_nothing(once: Once, table: np.ndarray) -> np.ndarray:
     """A table with zeros in the place of all finite entries."""
-    if ("nothing", id(table)) not in memo:
-        memo["nothing", id(table)] = np.where(np.isfinite(table), 0.0, np.inf)
-    return memo["nothing", id(table)]
+    return once("nothing", (table,), lambda: np.where(np.isfinite(table), 0.0, np.inf))
 
 
 def _of(factor: Factor, table: np.ndarray) -> Factor:

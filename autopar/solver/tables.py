@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.once import Once
+
 CHEAP = 1 << 16  # tables up to this size are all as good: what has been through least goes first
 _RIVALS, _NOWHERE = 12, 1e36  # kinds that others are compared with; and what stands for infinity there
 _LARGE, _ROOM = 1 << 22, 1 << 24  # sums, from which on it is looked first which can be least; and room to do so
@@ -38,9 +40,13 @@ class Factor:
         """The entry of its table under the picked choices of all variables."""
         return self.table[tuple(classes[picked[v]] for v, classes in self.axes())]
 
-    def identity(self, number: Mapping[int, int]) -> tuple[Any, ...]:
-        """A key of the table, its classes and its variables by their numbers; -1 for a variable without one."""
-        return id(self.table), *((number.get(v, -1), id(classes)) for v, classes in self.axes())
+    def numbers(self, number: Mapping[int, int]) -> tuple[int, ...]:
+        """Its variables by their numbers; -1 for a variable without one."""
+        return tuple(number.get(v, -1) for v in self.scope)
+
+    def tables(self) -> tuple[np.ndarray, ...]:
+        """Its table and the classes of its variables: factors with the same ones cost the same."""
+        return self.table, *self.classes
 
     def over(self, variables: Mapping[int, int]) -> Factor:
         """The same table over renamed variables; others stay."""
@@ -55,7 +61,7 @@ class Problem:
     costs: list[np.ndarray]
     factors: list[Factor]
     regions: Sequence[Sequence[int]] = ()  # variables that are eliminated together, before all others
-    memo: dict[Any, Any] = field(default_factory=dict)  # what was computed once, by the identity of its tables
+    once: Once = field(default_factory=Once)  # for what is computed of its tables
 
     def __post_init__(self) -> None:
         alike: dict[bytes, np.ndarray] = {}
@@ -65,12 +71,10 @@ class Problem:
 
     def in_single_precision(self) -> Problem:
         """The problem rounded to single precision: half the time, with choices and costs to a ten-millionth."""
-        rounded: dict[int, np.ndarray] = {}
+        once = Once()
 
         def of(table: np.ndarray) -> np.ndarray:
-            if id(table) not in rounded:
-                rounded[id(table)] = table.astype(np.float32)
-            return rounded[id(table)]
+            return once("rounded", (table,), lambda: table.astype(np.float32))
 
         factors = [Factor(f.scope, f.classes, of(f.table), f.generation) for f in self.factors]
         return Problem([of(c) for c in self.costs], factors, self.regions)

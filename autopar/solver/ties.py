@@ -12,10 +12,10 @@ once. No plan takes longer than the one that was given, or holds more than the b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from autopar.once import Once
 from autopar.solver.budget import Budgeted
 from autopar.solver.points import Point
 from autopar.solver.polish import numbered
@@ -139,20 +139,20 @@ class _Changes:
 
         The last has, by window, [communication or compute, choice].
         """
-        count, members, known = len(self.space.sites[alike[0]].choices), set(alike), dict[Any, np.ndarray]()
+        count, members, once = len(self.space.sites[alike[0]].choices), set(alike), Once()
         in_line, moved = np.zeros(count), np.zeros(count)
         beside: dict[int, np.ndarray] = {}
 
         def by_choice(k: int, table: np.ndarray) -> np.ndarray:
             e = self.space.edges[k]
             f, g = self.picked[e.source], self.picked[e.target]
-            key = id(table), id(e.given_by), id(e.taken_by), f, g, e.source in members, e.target in members
-            if key not in known:
-                known[key] = (
-                    table[e.given_by if key[5] else e.given_by[f], e.taken_by if key[6] else e.taken_by[g]]
-                    - table[e.given_by[f], e.taken_by[g]]
-                )
-            return known[key]
+            gives, takes = e.source in members, e.target in members
+
+            def difference() -> np.ndarray:
+                chosen = table[e.given_by if gives else e.given_by[f], e.taken_by if takes else e.taken_by[g]]
+                return chosen - table[e.given_by[f], e.taken_by[g]]
+
+            return once((f, g, gives, takes), (table, e.given_by, e.taken_by), difference)
 
         for k in edges:
             moved += by_choice(k, self.space.edges[k].seconds)

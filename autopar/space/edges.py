@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
@@ -72,10 +72,7 @@ class EdgeBuilder:
         self.schedule = schedule
         self.habits = habits
         self.conversions, self.gathers, self.reductions = shared.values, shared.gathers, shared.gradients
-        self._ends: dict[Any, tuple[Any, tuple[Flows, ...], np.ndarray]] = shared.ends
-        self._tables: dict[Any, _Table] = shared.tables
-        self._edges: dict[Any, Edge] = shared.edges
-        self._ways: dict[int, _Table] = {id(t.seconds): t for t in self._tables.values()}
+        self.once = shared.once
 
     def wiring(self, drafts: Mapping[SiteKey, Draft]) -> Wiring:
         """Sites and edges: an edge for every operand of every site."""
@@ -97,8 +94,7 @@ class EdgeBuilder:
         found = {}
         for k, (value, taker) in enumerate(zip(wiring.values, wiring.takers, strict=True)):
             if value in self.parameters.owners and taker in at:
-                table = self._ways[id(wiring.edges[k].seconds)]
-                found[k] = Movement(at[taker], table.forward, table.backward)
+                found[k] = Movement(at[taker], wiring.edges[k].forward, wiring.edges[k].backward)
         return found
 
     def _cargo(self, value: fx.Node, type_: TensorType) -> _Cargo:
@@ -115,10 +111,8 @@ class EdgeBuilder:
     def _edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
         giver, taker = source.site, target.site
         marks = giver.regathered, giver.scattered
-        key = (id(giver.choices), source.place, id(taker.choices), target.place, cargo, marks)
-        like = self._edges.get(key)
-        if like is None:
-            like = self._edges[key] = self._new_edge(source, target, cargo)
+        what = ("edge", source.place, target.place, cargo, marks)
+        like = self.once(what, (giver.choices, taker.choices), lambda: self._new_edge(source, target, cargo))
         return like.between(source.index, target.index, target.place)
 
     def _new_edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
@@ -126,10 +120,9 @@ class EdgeBuilder:
         apart = bool(marks[0] or marks[1])
         given, given_by = self._end(source.site.choices, source.place, Choice.output, apart)
         taken, taken_by = self._end(target.site.choices, target.place, Choice.operand)
-        key = (id(given), id(taken), cargo, marks)
-        if key not in self._tables:
-            table = self._table(given, taken, cargo, source.site)
-            self._tables[key] = self._ways[id(table.seconds)] = table
+        table = self.once(
+            ("table", cargo, marks), (given, taken), lambda: self._table(given, taken, cargo, source.site)
+        )
         return Edge(
             source.index,
             target.index,
@@ -138,13 +131,14 @@ class EdgeBuilder:
             taken,
             given_by,
             taken_by,
-            seconds=self._tables[key].seconds,
+            seconds=table.seconds,
             shape=cargo.type.shape,
             itemsize=cargo.type.itemsize,
             has_gradient=cargo.type.requires_grad,
             ahead=self.gathers if cargo.is_parameter else None,
             back=self._reductions(cargo) if cargo.is_parameter else None,
-            forward=self._tables[key].forward,
+            forward=table.forward,
+            backward=table.backward,
             reduced_in=cargo.reduced_in,
         )
 
@@ -155,12 +149,12 @@ class EdgeBuilder:
 
         With `apart`, each choice has an entry of its own.
         """
-        key = (id(choices), place, flows_of)
-        if key not in self._ends:
+
+        def ends() -> tuple[tuple[Flows, ...], np.ndarray]:
             flows = [flows_of(c, place) for c in choices]
-            found = (tuple(flows), np.arange(len(flows))) if apart else _distinct(flows)
-            self._ends[key] = choices, *found  # the choices are held, so that their id stays theirs
-        return self._ends[key][1:]
+            return (tuple(flows), np.arange(len(flows))) if apart else _distinct(flows)
+
+        return self.once(("end", place, flows_of, apart), (choices,), ends)
 
     def _table(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo, source: Site) -> _Table:
         forward = self._forward(given, taken, cargo)

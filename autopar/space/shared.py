@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.graph.graph import Graph, info, type_of
+from autopar.once import Once
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.cost_model import ALONE, Message
+from autopar.sharding.strategies import Choice
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.parameter_values import casts_of_parameters
 from autopar.space.schedule import schedule_of
 from autopar.space.setting import Setting
+from autopar.space.space import Site
 from autopar.space.windows import BUCKET
-
-Made = dict[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,18 +24,16 @@ class Shared:
     """Sites, edges, bytes and conversions, each made once.
 
     Parameters are gathered in one message a window, and the reductions of their gradients travel in buckets: both are
-    conversions of their own. Keys hold identities of objects, which are kept alive beside them.
+    conversions of their own.
     """
 
     values: ShapeConsistencyManager
     gathers: ShapeConsistencyManager
     gradients: ShapeConsistencyManager
     bytes: LocalBytes
-    choices: Made = field(default_factory=dict)
-    sites: Made = field(default_factory=dict)
-    ends: Made = field(default_factory=dict)
-    tables: Made = field(default_factory=dict)
-    edges: Made = field(default_factory=dict)
+    choices: dict[Hashable, tuple[Choice, ...]] = field(default_factory=dict)  # by strategies and sizes
+    sites: dict[Hashable, Site] = field(default_factory=dict)  # by what their choices and seconds depend on
+    once: Once = field(default_factory=Once)  # for edges, and the ends and tables of which they are made
 
     @staticmethod
     def of(graph: Graph, setting: Setting) -> Shared:

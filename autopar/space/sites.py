@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of, typed
 from autopar.graph.nodes import wants_gradient
+from autopar.once import Once
 from autopar.ops.entry import facts_of
 from autopar.sharding.certainty import MEASURED
 from autopar.sharding.placement import R, Sharding, flow, local_elements
@@ -72,9 +73,8 @@ class SiteBuilder:
         self.parameters = parameters
         self.blocks = DimBlocks(bindings)
         self.seconds = OpSeconds(graph, setting)
-        self._crossed: dict[Any, tuple[Choice, ...]] = shared.choices
-        self._known: dict[Any, Site] = shared.sites
-        self._policies: dict[Any, tuple[Site, Site]] = {}
+        self._crossed, self._known = shared.choices, shared.sites
+        self.once = Once()  # for parameters with their policies
 
     def drafts(self) -> dict[SiteKey, Draft]:
         """All sites with their legal choices, before anything is pinned."""
@@ -129,10 +129,8 @@ class SiteBuilder:
 
     def _with_policies(self, site: Site, type_: TensorType) -> Site:
         """A parameter, or its only cast, with its cut choices repeated for each policy."""
-        key = id(site.choices), id(site.seconds), type_.requires_grad
-        if key not in self._policies:
-            self._policies[key] = site, self._new_policies(site, type_)  # the site is held, so that its ids stay its
-        return site.sharing(self._policies[key][1])
+        what, objects = ("policies", type_.requires_grad), (site.choices, site.seconds)
+        return site.sharing(self.once(what, objects, lambda: self._new_policies(site, type_)))
 
     def _new_policies(self, site: Site, type_: TensorType) -> Site:
         gathers = (False, True) if self.setting.regather else (False,)

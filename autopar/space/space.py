@@ -95,8 +95,9 @@ class Edge:
     # a window, and reduced in buckets
     ahead: ShapeConsistencyManager | None = None
     back: ShapeConsistencyManager | None = None
-    # seconds of converting the value once, by [given, taken]
+    # seconds of converting the value once, and its gradient, by [given, taken]; 0 where nothing leads
     forward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    backward: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     reduced_in: int = 0  # itemsize of its gradient while it is reduced; 0: the value's own
 
     def between(self, source: int, target: int, operand: int) -> Edge:
@@ -116,6 +117,7 @@ class Edge:
             self.ahead,
             self.back,
             self.forward,
+            self.backward,
             self.reduced_in,
         )
 
