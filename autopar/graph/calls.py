@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -35,20 +38,43 @@ def as_call(meta_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """A name for every leaf of the inputs: its keyword or its position, and the path inside."""
+def leaf_names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A name for every leaf of a function's arguments: that of its parameter, and the path inside.
+
+    What a function takes by `*args` is named by its position.
+    """
+    places = [str(i) for i in range(len(args))]
+    for i, name in enumerate(_positional(function)[: len(args)]):
+        places[i] = name
+    named = [*zip(places, args, strict=True), *kwargs.items()]
     return [
-        pytree.keystr(path[1:]).strip("[]'").replace("']['", ".").replace("][", ".").replace("'", "")
-        for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]
+        ".".join([str(name), *map(_step, path)])
+        for name, value in named
+        for path, _ in pytree.tree_flatten_with_path(value)[0]
     ]
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    """The names of the parameters that a function takes by position, up to its `*args`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it is none of Python's
+        return []
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in itertools.takewhile(lambda p: p.kind in kinds, parameters)]
+
+
+def _step(key: pytree.KeyEntry) -> str:
+    """The text of one step into a structure: an index, a key, or the name of a field."""
+    match key:
+        case pytree.SequenceKey(idx=step) | pytree.MappingKey(key=step) | pytree.GetAttrKey(name=step):
+            return str(step)
+    return str(key)
 
 
 def output_names(outputs: Any, has_loss: bool) -> list[str]:
     """A name for every leaf of the outputs; the first is "loss" where the caller has given a `loss=`."""
-    names = [
-        pytree.keystr(path).lstrip(".").strip("[]'").replace("'", "").replace("][", ".") or "out"
-        for path, _ in pytree.tree_flatten_with_path(outputs)[0]
-    ]
+    names = [".".join(map(_step, path)) or "out" for path, _ in pytree.tree_flatten_with_path(outputs)[0]]
     return ["loss", *names[1:]] if has_loss else names
 
 

@@ -318,6 +318,11 @@ def take_along_dim(arguments: Mapping[str, Any]) -> Rule | None:
     return parse(f"{' '.join(rows[0])}, {' '.join(rows[1])} -> {' '.join(made)}", linear="x")
 
 
+def counted(arguments: Mapping[str, Any]) -> Rule | None:
+    """Places are counted over all of a tensor, which stays whole."""
+    return parse(f"{' '.join(whole_dims('t', len(arguments['input'].shape)))} -> places! dims!")
+
+
 def searchsorted(arguments: Mapping[str, Any]) -> Rule | None:
     """Values and leading dims may be cut; each sorted row stays whole."""
     rows, values = arguments["sorted_sequence"], arguments.get("input")
@@ -415,6 +420,7 @@ op(
     rule=index_put_rule,
 )
 op("masked_scatter", torch.masked_scatter, "input:T, mask:T, source:T", T.masked_scatter, rule=masked_scatter)
+each("nonzero_static", "input:T, *, size, fill_value=-1", rule=counted)
 each("take", "input:T, index:T", rule=take)
 each("take_along_dim", "input:T, indices:T, dim=None", rule=take_along_dim)
 op(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 LARGEST = 1 << 26  # elements of a tensor that is computed to answer a question
 _DRAWS = ("rand", "rand_like")
 _COMPARED = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+_BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False}
 
 
@@ -64,6 +65,16 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
     kind = "condition" if is_question else "value"
     recorder.assumptions.add(f"a {kind} is {value}: {' and '.join(sorted(by)) or 'it depends on no input'}")
     return value
+
+
+def count(recorder: Recorder, mask: Tensor) -> int | None:
+    """The number of true elements of a mask that depends on no input, parameter, buffer or draw; None for others."""
+    try:
+        found: int = _compute(recorder.node(mask), set(), lambda known: int(known.count_nonzero()), Assume())
+    except Unknown:
+        return None
+    recorder.assumptions.add(f"a mask has {found} true elements: it depends on no input")
+    return found
 
 
 def _proved(node: fx.Node, by: set[str], function: Any, declared: Assume) -> Any:
@@ -118,7 +129,7 @@ def _compute(node: fx.Node, by: set[str], function: Any, assume: Assume) -> Any:
     def is_known(at: fx.Node) -> bool:
         known = env.get(at)
         if known is None:
-            known = _known(assume, at, by)
+            known = _by_shape(at) if op_name(at) in _BY_SHAPE else _known(assume, at, by)
             if known is not None:
                 env[at] = known
         return known is not None
@@ -127,6 +138,16 @@ def _compute(node: fx.Node, by: set[str], function: Any, assume: Assume) -> Any:
         for at in sorted(walks.ancestors([node], is_known)):  # nodes compare by their place
             env[at] = run(at, env)
         return function(env[node])
+
+
+def _by_shape(node: fx.Node) -> Tensor:
+    """The value of an op that looks at nothing of its operand but the shape and the dtype."""
+    given = node.kwargs["input"]
+    type_ = type_of(given)
+    if max(type_.nbytes, type_of(node).nbytes) > LARGEST * 8:
+        raise Unknown(f"a tensor too large to compute while tracing ({type_})")
+    found: Tensor = run(node, {given: torch.empty(type_.shape, dtype=type_.torch_dtype)})
+    return found
 
 
 def _known(assume: Assume, node: fx.Node, by: set[str]) -> Tensor | None:

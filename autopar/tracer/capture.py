@@ -142,7 +142,7 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     # one tensor given twice is two inputs
     leaves = [Fakes(recorder.below)(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    names = leaf_names(call.args, call.kwargs)
+    names = leaf_names(call.root.forward, call.args, call.kwargs)
     input_leaves = [
         recorder.add_input(leaf, name) if isinstance(leaf, Tensor) else leaf
         for leaf, name in zip(leaves, names, strict=True)

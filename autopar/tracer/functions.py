@@ -6,6 +6,7 @@ There are handlers for these kinds of functions:
     ops            one node each, under autocast with their casts
     composites     Python functions of torch: their bodies are recorded instead
     respelled      functions that ask for values or draw inside: what they come to is recorded
+    by mask        functions that choose by a mask: known masks say how many places there are
     refused        a letter
     writes         `writes.py`
 """
@@ -28,6 +29,7 @@ from autopar.runtime.patches import OVERRIDE_CHECKS, without_override_checks
 from autopar.runtime.private import ASSERTIONS, is_transform_active
 from autopar.tracer import branches
 from autopar.tracer.call import name_of
+from autopar.tracer.masks import BY_MASK
 from autopar.tracer.recorder import Recorder
 from autopar.tracer.respelled import RESPELLED
 from autopar.tracer.torch_functions import (
@@ -96,6 +98,22 @@ def refusing(what: str, advice: str) -> Handler:
 def answer_value(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle a question about a tensor's values."""
     return branches.answer(recorder, function, args[0])
+
+
+def by_mask(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle a function whose result is as long as a mask has true elements."""
+    spelled, is_asked = BY_MASK[function]
+    if not is_asked(args, kwargs):
+        return record_op(recorder, function, args, kwargs)
+
+    def count(mask: Tensor) -> int:
+        found = branches.count(recorder, mask)
+        if found is None:
+            raise recorder.depends_on_values(function, args)
+        return found
+
+    with FunctionMode(recorder):
+        return spelled(count, *args, **kwargs)
 
 
 def shown(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,7 +223,7 @@ def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 
 def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle x[i, 0, j]: integers and scalar tensors select before other tensors index."""
-    tensor, items = args[0], _items(recorder, args[0], args[1])
+    tensor, items = args[0], _with_places(recorder, _items(recorder, args[0], args[1]))
     if not _choose_first(items):
         return record_op(recorder, function, (tensor, _as_index(items, args[1])), kwargs)
     row, kept = _chosen(recorder, tensor, items)
@@ -218,6 +236,8 @@ def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Handle x[i, 0, j] = v, a write to the row that x[i, 0] shows."""
     tensor, items, value = args[0], _items(recorder, args[0], args[1]), args[2]
+    if isinstance(value, Tensor) and value.dim() > tensor.dim() - sum(map(_dims_of, items)):  # a value for each place
+        items = _with_places(recorder, items)
     if not _choose_first(items):
         in_place(recorder, function, (tensor, _as_index(items, args[1]), value), kwargs)
         return
@@ -240,6 +260,20 @@ def _items(recorder: Recorder, tensor: Tensor, index: Any) -> list[Any]:
             said = f"the shape of the mask {item.shape} does not match that of the indexed dims {there}"
             raise recorder.letter(said, (tensor,), "a mask of that shape")
         found += [places.tolist() for places in item.nonzero()]
+    return found
+
+
+def _with_places(recorder: Recorder, items: list[Any]) -> list[Any]:
+    """The items of an index, with the places of known masks in their stead."""
+    found: list[Any] = []
+    for item in items:
+        is_mask = isinstance(item, Tensor) and item.dtype == torch.bool and item.dim()
+        count = branches.count(recorder, item) if is_mask else None
+        if count is None:
+            found.append(item)
+            continue
+        with FunctionMode(recorder):
+            found += torch.nonzero_static(item, size=count).unbind(1)
     return found
 
 
@@ -324,6 +358,7 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(SHAPED_BY_VALUES, refuse_shape),
     **dict.fromkeys(RESHAPED_IN_PLACE, turned),
     **dict.fromkeys(RESPELLED, respelled),
+    **dict.fromkeys(BY_MASK, by_mask),
     **dict.fromkeys(ASSERTIONS, assertion),
     Tensor.__getitem__: looked_up,
     Tensor.__setitem__: assigned,

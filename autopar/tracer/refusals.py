@@ -158,7 +158,7 @@ def refuse_lazy(root: torch.nn.Module) -> None:
 def refuse_layouts(root: torch.nn.Module, args: Any, kwargs: Any) -> None:
     """Refuse parameters, buffers and inputs that are not strided: sparse or nested."""
     held = [*root.named_parameters(), *root.named_buffers()]
-    given = [(name, x) for name, x in zip(leaf_names(args, kwargs), pytree.tree_leaves((args, kwargs)))]
+    given = [(name, x) for name, x in zip(leaf_names(root.forward, args, kwargs), pytree.tree_leaves((args, kwargs)))]
     for name, tensor in (*held, *given):
         if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
             raise NotCaptured(

@@ -77,12 +77,6 @@ READ_VALUES = frozenset({_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float
 # the shape of their result depends on values
 SHAPED_BY_VALUES = frozenset(
     {
-        _T.nonzero,
-        torch.nonzero,
-        torch.argwhere,
-        _T.argwhere,
-        torch.masked_select,
-        _T.masked_select,
         torch.unique,
         _T.unique,
         torch.unique_consecutive,
