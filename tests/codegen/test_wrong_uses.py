@@ -293,7 +293,7 @@ def test_outputs_leave_as_they_are_asked_for(outputs, kinds):
             copy.deepcopy(model),
             (X.double(),),
             mesh=2,
-            constraints={"0": "S(0)", "last": "S(0)", "first": "S(0)"},
+            constraints={"x": "S(0)", "last": "S(0)", "first": "S(0)"},
             cluster=eager_links(),
             outputs=outputs,
         )

@@ -146,7 +146,7 @@ def test_what_is_repeated_hides_communication_of_the_window_where_it_comes(bytes
     cluster = eager_links()
     cluster = replace(cluster, links=tuple(replace(link, bytes_per_s=bytes_per_s) for link in cluster.links))
     graph = ColoTracer().trace(Blocks(), (torch.randn(256, 16),))
-    pins = {"h.*.down.weight": "S(0); R", "0": "S(0)", "h.*": "S(0)"}
+    pins = {"h.*.down.weight": "S(0); R", "x": "S(0)", "h.*": "S(0)"}
     setting = Setting(DeviceMesh((2,)), cluster, 0.0, regather=True, window_bytes=1)
     space = shardings(graph, setting, constraints=pins)
     free, counted, plans = solve(space, recompute="auto"), Budgeted(space), []
@@ -221,7 +221,7 @@ def test_of_three_hundred_drawn_spaces_nearly_all_have_their_best_plan(monkeypat
             break
         rng = np.random.default_rng(seed)
         model, batch = Drawn(rng), (torch.randn(int(rng.choice([32, 64, 128])), 16),)
-        pins = {"weight": str(rng.choice(["R; R", "S(0); R"])), "0": str(rng.choice(["R", "S(0)", "S(1)"]))}
+        pins = {"weight": str(rng.choice(["R; R", "S(0); R"])), "x": str(rng.choice(["R", "S(0)", "S(1)"]))}
         graph = ColoTracer().trace(model, batch)
         space = shardings(graph, Setting(DeviceMesh((2,)), eager_links(), 0.0, regather=True), constraints=pins)
         if math.prod(len(site.choices) for site in space.sites) > 3_000:

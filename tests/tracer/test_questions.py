@@ -54,7 +54,7 @@ def asks(m, x):
 
 def test_the_caller_may_answer_a_branch_by_its_line():
     line = f"test_questions.py:{asks.__code__.co_firstlineno + 1}"
-    with pytest.raises(NotCaptured, match=r"value of a tensor.*input 0") as letter:
+    with pytest.raises(NotCaptured, match=r"value of a tensor.*input x") as letter:
         traced(asks)
     assert f'Assume(branches={{"{line}": True}})' in letter.value.advice
     graph = check(asks, Assume(branches={line: True}))

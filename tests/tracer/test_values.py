@@ -248,7 +248,7 @@ def test_what_changes_is_an_output():
     assert traced(counters).updates == (("buffer", "steps"), ("buffer", "mean"))
     assert traced(reassigned).updates == (("buffer", "mean"),)
     assert traced(a_view_of_a_buffer).updates == (("buffer", "mean"),)
-    assert traced(the_input).updates == (("input", "0"),)
+    assert traced(the_input).updates == (("input", "x"),)
     assert str(traced(counters)).splitlines()[-3:-1] == ["buffer steps = identity_1", "buffer mean = identity_2"]
 
 
@@ -270,7 +270,7 @@ def test_running_statistics_are_outputs_and_the_graph_itself_writes_nothing():
     graph = ColoTracer().trace(model, (x,))
     assert [n for _, n in graph.updates] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     before = {n: b.clone() for n, b in model.named_buffers()}
-    graph.module(model)._run({"0": x})
+    graph.module(model)._run({"input": x})
     for n, b in model.named_buffers():
         assert torch.equal(b, before[n])
     assert not ColoTracer().trace(model.eval(), (x,)).updates
