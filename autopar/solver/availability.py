@@ -47,8 +47,8 @@ class AvailabilityPrices:
             if source[0] >= 0 and k in inside and k not in passages.gathered:
                 self.leaving_edges.setdefault(source, []).append(k)
         self._flow = CutFlow(frozenset(), {}, {})  # of the line that was cut last, at which price
-        self._last: tuple[int, float, tuple[float, ...]] = (0, 0.0, ())
-        self._line: Timeline | None = None  # it is held, so that its id stays its own
+        self._line: Timeline | None = None
+        self._priced: tuple[float, tuple[float, ...]] = (0.0, ())
 
     def _kept(self, op: Passage, back: int) -> tuple[bool, ...]:
         """Whether each operand of an op is kept, at the priced time, for its backward at time `back`."""
@@ -91,12 +91,12 @@ class AvailabilityPrices:
         return self._adds[exposed]
 
     def _cut(self, line: Timeline, price: float, adds: tuple[float, ...]) -> CutFlow:
-        if (id(line), price, adds) != self._last:
+        if line is not self._line or (price, adds) != self._priced:
             wanted = {v for run in line.runs if run.is_op for v in self._wanted(run)}
             saved = {v: price * float(line.bytes[v]) for v in range(len(line.bytes))}
             again = [run.seconds * adds[run.time] if run.is_op else run.seconds for run in line.runs]
             self._flow = cut(line, wanted, saved, again)
-            self._last, self._line = (id(line), price, adds), line
+            self._line, self._priced = line, (price, adds)
         return self._flow
 
     def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:

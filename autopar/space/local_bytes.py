@@ -6,13 +6,14 @@ Every table is made once: sites and edges that are alike share the same object, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.graph.graph import TensorType
+from autopar.once import Once
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding, largest_local_shape
 from autopar.sharding.strategies import Choice, gradients, values
@@ -48,10 +49,8 @@ class LocalBytes:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self._sizes: dict[Any, int] = {}
-        self._by_choice: dict[Any, tuple[Any, np.ndarray]] = {}
-        self._by_flows: dict[Any, tuple[Any, EdgeBytes]] = {}
-        self._made: dict[Any, tuple[Any, Any]] = {}
+        self._sizes: dict[tuple[tuple[int, ...], int, Sharding], int] = {}
+        self.once = Once()  # for tables that are made of others
 
     def of(self, type_: TensorType, sharding: Sharding) -> int:
         key = (type_.shape, type_.itemsize, sharding)
@@ -61,19 +60,17 @@ class LocalBytes:
 
     def by_choice(self, choices: tuple[Choice, ...], type_: TensorType, tensors: Tensors) -> np.ndarray:
         """Bytes of one operand or output, by choice."""
-        key = (id(choices), type_, tensors)
-        if key not in self._by_choice:
+
+        def table() -> np.ndarray:
             place, end, of = tensors
-            table = np.array([self.of(type_, of(end(c, place))) for c in choices], float)
-            self._by_choice[key] = choices, table  # the choices are held, so that their id stays theirs
-        return self._by_choice[key][1]
+            return np.array([self.of(type_, of(end(c, place))) for c in choices], float)
+
+        return self.once(("by choice", type_, tensors), (choices,), table)
 
     def by_flows(self, edge: Edge, type_: TensorType) -> EdgeBytes:
         """Bytes of what an edge carries, by [given, taken]."""
-        key = (id(edge.given), id(edge.taken), type_, edge.reduced_in)
-        if key not in self._by_flows:
-            self._by_flows[key] = (edge.given, edge.taken), self._edge(edge, type_)
-        return self._by_flows[key][1]
+        what = ("by flows", type_, edge.reduced_in)
+        return self.once(what, (edge.given, edge.taken), lambda: self._edge(edge, type_))
 
     def _edge(self, edge: Edge, type_: TensorType) -> EdgeBytes:
         given, taken = [values(f) for f in edge.given], [values(f) for f in edge.taken]
@@ -117,14 +114,7 @@ class LocalBytes:
 
     def is_any(self, table: np.ndarray) -> bool:
         """Whether a table has any entry that is not zero."""
-        return bool(self.once("any", (table,), lambda: bool(table.any())))
-
-    def once(self, what: Hashable, sources: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """A table made from others, remembered by their identity."""
-        key = (what, *map(id, sources))
-        if key not in self._made:
-            self._made[key] = sources, make()  # the sources are held, so that their ids stay theirs
-        return self._made[key][1]
+        return self.once("any", (table,), lambda: bool(table.any()))
 
 
 def _differ(rows: Sequence[Sharding], columns: Sequence[Sharding]) -> np.ndarray:

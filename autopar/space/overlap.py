@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.once import Once
 from autopar.space.schedule import Schedule
 from autopar.space.setting import Setting
 from autopar.space.space import Edge, Site
@@ -76,23 +77,18 @@ class _Tables:
     """Tables of windows, one object for equal tables, so that windows that are alike can be recognised."""
 
     hidden: float  # the share of the shorter of both sums that takes no time
-    _parts: dict[tuple[int, tuple[bool, ...]], np.ndarray] = field(default_factory=dict)
-    _shares: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    once: Once = field(default_factory=Once)
 
     def part(self, edge: Edge, choices: tuple[bool, ...], table: np.ndarray) -> np.ndarray:
         """A table with zeros wherever the edge's source takes none of the marked choices."""
-        key = id(table), choices
-        if key not in self._parts:
-            self._parts[key] = np.where(edge.marked(choices)[:, None], table, 0.0)
-        return self._parts[key]
+        marked = edge.marked(choices)
+        return self.once(("part", marked.tobytes()), (table,), lambda: np.where(marked[:, None], table, 0.0))
 
     def share(self, table: np.ndarray) -> np.ndarray:
         """The share of a table's seconds that can be hidden."""
         if self.hidden == 1:
             return table
-        if id(table) not in self._shares:
-            self._shares[id(table)] = table, self.hidden * table  # the table is held, so that its id stays its own
-        return self._shares[id(table)][1]
+        return self.once("share", (table,), lambda: self.hidden * table)
 
     def compute(self, sites: Sequence[Site], ops: Sequence[int], way: int) -> tuple[tuple[int, np.ndarray], ...]:
         """Compute seconds of these ops in one direction, by choice; ops without any are left out."""

@@ -10,6 +10,7 @@ import torch.fx as fx
 from autopar.graph import walks
 from autopar.graph.graph import info, op_name, type_of
 from autopar.graph.nodes import tensor_operands
+from autopar.once import Once
 from autopar.ops.entry import facts_of
 from autopar.sharding.strategies import Choice
 from autopar.space.lifetimes import Lifetimes
@@ -54,7 +55,7 @@ class _Builder:
         self.entering = entering
         self.cores = _cores(lifetimes.clock.ops)
         self._known: dict[Flows, int] = {}
-        self._numbers: dict[int, tuple[tuple[Flows, ...], np.ndarray]] = {}
+        self.once = Once()
 
     def passage(self, op: fx.Node) -> Passage:
         """The passage of one op."""
@@ -102,10 +103,11 @@ class _Builder:
 
     def numbered(self, taken: tuple[Flows, ...]) -> np.ndarray:
         """An index for each of these flows, equal for equal flows."""
-        if id(taken) not in self._numbers:
-            numbers = np.array([self._known.setdefault(flows, len(self._known)) for flows in taken], int)
-            self._numbers[id(taken)] = taken, numbers  # the flows are held, so that their id stays theirs
-        return self._numbers[id(taken)][1]
+
+        def numbers() -> np.ndarray:
+            return np.array([self._known.setdefault(flows, len(self._known)) for flows in taken], int)
+
+        return self.once("numbers", (taken,), numbers)
 
     def converted(self, edge: int) -> np.ndarray:
         """Bytes that a conversion on an edge makes, by [given, taken], as `EdgePieces` counts them."""

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadConstraint
+from autopar.once import Once
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.strategies import values
 from autopar.space.bindings import Bindings
@@ -144,18 +145,15 @@ class Narrowing:
     """Sites with fewer choices; sites that are alike, and narrowed alike, share the same tables."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int, bytes], tuple[Site, Site]] = {}
+        self.once = Once()
 
     def narrow(self, draft: Draft, keep: np.ndarray | None) -> None:
         if keep is not None:
             draft.site = self._narrowed(draft.site, keep)
 
     def _narrowed(self, site: Site, keep: np.ndarray) -> Site:
-        key = (id(site.choices), id(site.seconds), keep.tobytes())
-        if key not in self._kept:
-            narrowed = site.at(np.flatnonzero(keep).tolist())
-            self._kept[key] = site, narrowed  # the site is held, so that its ids stay its own
-        return site.sharing(self._kept[key][1])
+        what, objects = ("narrowed", keep.tobytes()), (site.choices, site.seconds)
+        return site.sharing(self.once(what, objects, lambda: site.at(np.flatnonzero(keep).tolist())))
 
 
 def supported(sites: Sequence[Site], edges: Sequence[Edge]) -> list[np.ndarray]:
