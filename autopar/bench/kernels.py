@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.kernels.timing import Row, Times
+from autopar.kernels.timing import FamilyTimes, Times
 
 
-def table(rows: Sequence[Row], device: str) -> str:
+def table(rows: Sequence[FamilyTimes], device: str) -> str:
     """The rows as Markdown, with the device and versions they were measured on."""
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, where the ops of each family run"
     head = (
@@ -23,7 +23,7 @@ def table(rows: Sequence[Row], device: str) -> str:
     return "\n".join([head, *map(line, rows)])
 
 
-def line(row: Row) -> str:
+def line(row: FamilyTimes) -> str:
     """A row of the table."""
     shape = "x".join(map(str, row.shape))
     times = " | ".join(_told(t) for t in (row.kernel, row.ops, row.compiled, row.liger))

@@ -11,7 +11,7 @@ from autopar.certificate.types import Type, free, is_free, plain
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TypedCall:
     """A call of an op: arguments with types in place of tensors, and the shapes of the results."""
 
     args: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Call:
         return self.args[place] if place < len(self.args) else otherwise
 
 
-Rule = Callable[[Call], Any]
+Rule = Callable[[TypedCall], Any]
 RULES: dict[str, Rule] = {}
 
 
@@ -43,7 +43,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def unknown(call: Call) -> Any:
+def unknown(call: TypedCall) -> Any:
     """Result types of an op without a rule: unknown along the axes on which some operand is not whole."""
     types = call.types
     lost = frozenset(a for t in types for a in t.known)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.certificate.calls import Call, Rule, is_constant, rule
+from autopar.certificate.calls import Rule, TypedCall, is_constant, rule
 from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, free, is_free, same, size, without
 
 _NONE: frozenset[str] = frozenset()
 
 
-def elementwise(call: Call, linear: str = "") -> Type:
+def elementwise(call: TypedCall, linear: str = "") -> Type:
     """The type of the result of an elementwise op.
 
     Dims that meet must lie alike, and a partial sum needs an op that is linear in it. `linear` is "" (in no operand),
@@ -95,13 +95,13 @@ def _elementwise(linear: str) -> Rule:
 
 
 @rule("add.Tensor", "add.Scalar", "sub.Scalar", "rsub.Scalar")
-def _sum_of_two(call: Call) -> Type:
+def _sum_of_two(call: TypedCall) -> Type:
     has_number = any(isinstance(a, (int, float)) and a != 0 for a in call.args[:2])
     return elementwise(call, "" if has_number else "all")
 
 
 @rule("sub.Tensor")
-def _difference(call: Call) -> Type:
+def _difference(call: TypedCall) -> Type:
     if any(t.is_start for t in call.types):  # places as a part counts them
         return elementwise(call)
     return _sum_of_two(call)
@@ -121,7 +121,7 @@ rule("lerp.Scalar")(_elementwise("all"))
 
 
 @rule("_to_copy.default")
-def _cast(call: Call) -> Type:
+def _cast(call: TypedCall) -> Type:
     dtype = call.kwargs.get("dtype")
     cuts_off = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
     return elementwise(call, "" if cuts_off else "first")
@@ -130,7 +130,7 @@ def _cast(call: Call) -> Type:
 def _added(linear: str) -> Rule:
     """A rule for an op that adds the result of another op, on two operands, to a third operand."""
 
-    def of(call: Call) -> Type:
+    def of(call: TypedCall) -> Type:
         x, one, other = call.args[:3]
         made = elementwise(replace(call, args=(one, other), kwargs={}), linear)
         return elementwise(replace(call, args=(x, made), kwargs={}), "all")
@@ -143,7 +143,7 @@ rule("addcdiv.default")(_added("first"))
 
 
 @rule("where.self")
-def _where(call: Call) -> Type:
+def _where(call: TypedCall) -> Type:
     condition, *branches = call.args
     if isinstance(condition, Type) and condition.sums:
         raise Refused("the condition is a part of a sum", "it has to be summed before")
@@ -155,7 +155,7 @@ def _where(call: Call) -> Type:
 
 
 @rule("masked_fill.Scalar")
-def _masked(call: Call) -> Type:
+def _masked(call: TypedCall) -> Type:
     x, mask, value = call.args[:3]
     made = elementwise(replace(call, args=(replace(x, sums=_NONE), mask)))
     if x.sums and value != 0:
@@ -164,28 +164,28 @@ def _masked(call: Call) -> Type:
 
 
 @rule("copy.default")
-def _copied(call: Call) -> Type:
+def _copied(call: TypedCall) -> Type:
     """A tensor that overwrites all of another of its shape."""
     over, x = call.args[:2]
     return x if len(x.dims) == len(over.dims) else elementwise(call)
 
 
 @rule("zeros_like.default")
-def _zeros_like(call: Call) -> Type:
+def _zeros_like(call: TypedCall) -> Type:
     return replace(_like(call), is_zero=True)
 
 
 @rule("ones_like.default", "full_like.default", "empty_like.default", "fill.Scalar")
-def _like(call: Call) -> Type:
+def _like(call: TypedCall) -> Type:
     x = call.args[0]
     return Type(x.dims, open=x.open)
 
 
-def _constant(call: Call) -> Type:
+def _constant(call: TypedCall) -> Type:
     return Type(free(call.shapes[0]))
 
 
-def _zeros(call: Call) -> Type:
+def _zeros(call: TypedCall) -> Type:
     return Type(free(call.shapes[0]), is_zero=True)
 
 
@@ -197,5 +197,5 @@ rule(
 
 
 @rule("scalar_tensor.default")
-def _number(call: Call) -> Type:
+def _number(call: TypedCall) -> Type:
     return Type((), is_zero=call.args[0] == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.certificate.calls import Call, rule, types_in, unknown
+from autopar.certificate.calls import TypedCall, rule, types_in, unknown
 from autopar.certificate.elementwise import met, summed
 from autopar.certificate.reductions import needs_whole
 from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, plain, size, whole, without
@@ -14,7 +14,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 @rule("native_layer_norm.default")
-def _layer_norm(call: Call) -> list[Type]:
+def _layer_norm(call: TypedCall) -> list[Type]:
     x, shape, weight, bias = call.args[:4]
     if x.sums | x.most:
         raise Refused(f"it lies as {x}", "a norm is of what is summed")
@@ -31,7 +31,7 @@ def _layer_norm(call: Call) -> list[Type]:
 
 
 @rule("native_layer_norm_backward.default")
-def _layer_norm_back(call: Call) -> list[Type]:
+def _layer_norm_back(call: TypedCall) -> list[Type]:
     gradient, x, shape, mean, root, weight = call.args[:6]
     lost = gradient.open | x.open
     statistics = list(types_in([mean, root]))
@@ -44,7 +44,7 @@ def _layer_norm_back(call: Call) -> list[Type]:
 
 
 @rule("native_batch_norm.default", "_native_batch_norm_legit.default")
-def _batch_norm(call: Call) -> list[Type]:
+def _batch_norm(call: TypedCall) -> list[Type]:
     x, weight, bias = call.args[:3]
     if call.args[5] and axes_of([x.dims[0], *x.dims[2:]]):
         raise Refused(f"it lies as {x}", "statistics are those of all rows")
@@ -62,7 +62,7 @@ def _batch_norm(call: Call) -> list[Type]:
 
 
 @rule("native_batch_norm_backward.default")
-def _batch_norm_back(call: Call) -> list[Type]:
+def _batch_norm_back(call: TypedCall) -> list[Type]:
     gradient, x, weight = call.args[:3]
     lost = frozenset(a for t in call.types for a in t.open)
     statistics = list(types_in(call.args[3:7]))
@@ -79,7 +79,7 @@ def _batch_norm_back(call: Call) -> list[Type]:
 
 
 @rule("embedding.default")
-def _embedding(call: Call) -> Type:
+def _embedding(call: TypedCall) -> Type:
     table, rows = call.args[:2]
     cut = frozenset(axes_of([table.dims[0]]))
     own = cut & rows.places  # a device looks up the rows that are its own: a part of the sum of all
@@ -89,7 +89,7 @@ def _embedding(call: Call) -> Type:
 
 
 @rule("embedding_dense_backward.default")
-def _embedding_back(call: Call) -> Type:
+def _embedding_back(call: TypedCall) -> Type:
     gradient, rows = call.args[:2]
     if both := gradient.sums & rows.places:
         raise Refused(
@@ -114,7 +114,7 @@ def _of_own(rows: int, own: frozenset[str]) -> Dim:
 
 
 @rule("nll_loss_forward.default", "nll_loss2d_forward.default")
-def _nll(call: Call) -> list[Type]:
+def _nll(call: TypedCall) -> list[Type]:
     x, target, weight, reduction = call.args[:4]
     _needs_whole_weights(weight)
     of_class = min(1, len(x.dims) - 1)
@@ -136,7 +136,7 @@ def _needs_whole_weights(weight: Type | None) -> None:
 
 
 @rule("nll_loss_backward.default", "nll_loss2d_backward.default")
-def _nll_back(call: Call) -> Type:
+def _nll_back(call: TypedCall) -> Type:
     gradient, x, _, weight, reduction, _, of_all = call.args[:7]
     _needs_whole_weights(weight)
     lost = gradient.open | x.open | frozenset(axes_of([x.dims[min(1, len(x.dims) - 1)]]))
@@ -146,7 +146,7 @@ def _nll_back(call: Call) -> Type:
 
 
 @rule("autopar.cross_entropy_part_backward.default")
-def _part_back(call: Call) -> Type:
+def _part_back(call: TypedCall) -> Type:
     x, gradient = call.args[:2]  # what it is told of a row's logits was reduced before
     lost = gradient.open | x.open
     return Type(tuple(without(d, lost) for d in x.dims), sums=gradient.sums - lost, open=lost)
@@ -184,7 +184,7 @@ def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list
 
 
 @rule(*(f"{name}.default" for name in _ATTENTION))
-def _attention(call: Call) -> list[Type]:
+def _attention(call: TypedCall) -> list[Type]:
     q, k, v = call.args[:3]
     masks = [*types_in(call.args[3:]), *types_in(call.kwargs)]
     if q.sums.union(k.sums, *(t.sums for t in masks)):
@@ -197,7 +197,7 @@ def _attention(call: Call) -> list[Type]:
 
 
 @rule(*(f"{name}_backward.default" for name in _ATTENTION))
-def _attention_back(call: Call) -> list[Type]:
+def _attention_back(call: TypedCall) -> list[Type]:
     gradient, q, k, v = call.args[:4]
     kept = [t for t in (*call.args[4:7], *call.kwargs.values()) if isinstance(t, Type)]
     out = [t for t in call.args[4:6] if isinstance(t, Type) and len(t.dims) == 4][-1]  # a bias may stand before it
@@ -220,7 +220,7 @@ def _attention_back(call: Call) -> list[Type]:
 
 
 @rule("gather.default")
-def _gathered(call: Call) -> Type:
+def _gathered(call: TypedCall) -> Type:
     x, d, places = call.args[:3]
     cut = frozenset(axes_of([x.dims[d]]))
     own = cut & places.places  # of its own columns: a part of the sum of all
@@ -232,7 +232,7 @@ def _gathered(call: Call) -> Type:
 
 
 @rule("scatter_add.default")
-def _scattered(call: Call) -> Type:
+def _scattered(call: TypedCall) -> Type:
     """Scatter into zeros, one entry per row, of a device's own columns: the result has those columns."""
     into, d, places, given = call.args[:4]
     own = places.places & given.places
@@ -248,7 +248,7 @@ def _scattered(call: Call) -> Type:
 
 
 @rule("max_pool2d_with_indices.default")
-def _largest_in_windows(call: Call) -> list[Type]:
+def _largest_in_windows(call: TypedCall) -> list[Type]:
     x = call.args[0]
     if x.sums | x.most:
         raise Refused(f"it lies as {x}", "the largest of a window is of what is summed")
@@ -256,7 +256,7 @@ def _largest_in_windows(call: Call) -> list[Type]:
 
 
 @rule("avg_pool2d.default", "_adaptive_avg_pool2d.default")
-def _means_of_windows(call: Call) -> Type:
+def _means_of_windows(call: TypedCall) -> Type:
     return _pictures(call.args[0], call.shapes[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.certificate.calls import Call, rule, types_in
+from autopar.certificate.calls import TypedCall, rule, types_in
 from autopar.certificate.elementwise import elementwise, met, said_of, summed
 from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, plain, same, whole, without
 
@@ -22,7 +22,7 @@ def _contracted(one: Dim, other: Dim, lost: frozenset[str]) -> frozenset[str]:
     return frozenset(axes_of([one, other]))
 
 
-def _product(call: Call, a: Type, b: Type, batch: int) -> Type:
+def _product(call: TypedCall, a: Type, b: Type, batch: int) -> Type:
     """A matrix product, behind `batch` dims that both operands have."""
     lost = a.open | b.open
     dims = [met([a, b], d, batch + 2, call.shapes[0][d], lost) for d in range(batch)]
@@ -40,20 +40,20 @@ def _product(call: Call, a: Type, b: Type, batch: int) -> Type:
 
 
 @rule("mm.default", "bmm.default")
-def _matrices(call: Call) -> Type:
+def _matrices(call: TypedCall) -> Type:
     a, b = call.args[:2]
     return _product(call, a, b, len(a.dims) - 2)
 
 
 @rule("addmm.default")
-def _added_product(call: Call) -> Type:
+def _added_product(call: TypedCall) -> Type:
     bias, a, b = call.args[:3]
     product = _product(call, a, b, 0)
-    return elementwise(Call((product, bias), {}, call.shapes, call.axes), "all")
+    return elementwise(TypedCall((product, bias), {}, call.shapes, call.axes), "all")
 
 
 @rule("convolution.default")
-def _convolution(call: Call) -> Type:
+def _convolution(call: TypedCall) -> Type:
     x, weight, bias = call.args[:3]
     are_groups_cut = _are_groups_cut(x.dims[1], weight)
     is_plain = call.args[8] == 1 or are_groups_cut
@@ -71,7 +71,7 @@ def _convolution(call: Call) -> Type:
     if bias is None:
         return made
     like = replace(bias, dims=(bias.dims[0], *[()] * (len(dims) - 2)))
-    return elementwise(Call((made, like), {}, call.shapes, call.axes), "all")
+    return elementwise(TypedCall((made, like), {}, call.shapes, call.axes), "all")
 
 
 def _are_groups_cut(channels: Dim, weight: Type) -> bool:
@@ -81,7 +81,7 @@ def _are_groups_cut(channels: Dim, weight: Type) -> bool:
     return are_cut_alike and not axes_of([of_group]) and not is_free(of_group)
 
 
-def _of_rows(call: Call, x: Type, others: list[Type]) -> Type:
+def _of_rows(call: TypedCall, x: Type, others: list[Type]) -> Type:
     """Type of an op that treats rows alike: its rows are cut as those of `x`, and nothing is known beside."""
     rows = frozenset(axes_of(x.dims[:1]))
     lost = frozenset(a for t in (x, *others) for a in t.known) - rows | frozenset(a for t in others for a in t.known)
@@ -89,7 +89,7 @@ def _of_rows(call: Call, x: Type, others: list[Type]) -> Type:
 
 
 @rule("convolution_backward.default")
-def _convolution_back(call: Call) -> list[Type]:
+def _convolution_back(call: TypedCall) -> list[Type]:
     gradient, x, weight = call.args[:3]
     are_groups_cut = _are_groups_cut(x.dims[1], weight) and same(gradient.dims[1], weight.dims[0])
     is_plain = are_groups_cut or (weight.dims[1] and x.dims[1] and call.args[9] == 1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.certificate.calls import Call, rule
+from autopar.certificate.calls import TypedCall, rule
 from autopar.certificate.elementwise import elementwise
 from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free
 
 _NONE: frozenset[str] = frozenset()
 
 
-def _reduced(call: Call, dims: Any, keepdim: bool, x: Type) -> tuple[tuple[Dim, ...], frozenset[str]]:
+def _reduced(call: TypedCall, dims: Any, keepdim: bool, x: Type) -> tuple[tuple[Dim, ...], frozenset[str]]:
     """The dims that remain after a reduction, and the axes that cut the reduced ones."""
     gone = {d % max(1, len(x.dims)) for d in ([dims] if isinstance(dims, int) else dims or range(len(x.dims)))}
     left = [() if d in gone else dim for d, dim in enumerate(x.dims) if d not in gone or keepdim]
@@ -21,7 +21,7 @@ def _reduced(call: Call, dims: Any, keepdim: bool, x: Type) -> tuple[tuple[Dim, 
 
 
 @rule("sum.dim_IntList", "sum.default")
-def _sum(call: Call) -> Type:
+def _sum(call: TypedCall) -> Type:
     x = call.args[0]
     dims, axes = _reduced(call, call.at(1), bool(call.at(2, call.kwargs.get("keepdim", False))), x)
     if x.most:
@@ -32,7 +32,7 @@ def _sum(call: Call) -> Type:
 
 
 @rule("mean.dim", "mean.default")
-def _mean(call: Call) -> Type:
+def _mean(call: TypedCall) -> Type:
     x = call.args[0]
     dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
     if cut := axes & frozenset(axes_of(x.dims)):
@@ -44,7 +44,7 @@ def _mean(call: Call) -> Type:
 
 
 @rule("amax.default")
-def _largest(call: Call) -> Type:
+def _largest(call: TypedCall) -> Type:
     x = call.args[0]
     dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
     if x.sums:
@@ -53,7 +53,7 @@ def _largest(call: Call) -> Type:
 
 
 @rule("amin.default")
-def _smallest(call: Call) -> Type:
+def _smallest(call: TypedCall) -> Type:
     """No step takes the smallest of all parts."""
     x = call.args[0]
     if x.sums:
@@ -63,7 +63,7 @@ def _smallest(call: Call) -> Type:
 
 
 @rule("logsumexp.default")
-def _log_of_sums(call: Call) -> Type:
+def _log_of_sums(call: TypedCall) -> Type:
     x = call.args[0]
     if x.sums | x.most:
         raise Refused(f"it lies as {x}", "a logarithm is of what is summed")
@@ -72,14 +72,14 @@ def _log_of_sums(call: Call) -> Type:
 
 
 @rule("any.dim", "any.dims", "any.default", "all.dim", "all.dims", "all.default")
-def _any(call: Call) -> Type:
+def _any(call: TypedCall) -> Type:
     x = call.args[0]
     dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
     return Type(dims, open=x.open).opened((axes & frozenset(axes_of(x.dims))) | x.sums | x.most)
 
 
 @rule("_softmax.default", "_log_softmax.default")
-def _softmax(call: Call) -> Type:
+def _softmax(call: TypedCall) -> Type:
     x, d = call.args[:2]
     if x.sums | x.most:
         raise Refused(f"it lies as {x}", "a softmax is of what is summed")
@@ -88,7 +88,7 @@ def _softmax(call: Call) -> Type:
 
 
 @rule("_softmax_backward_data.default", "_log_softmax_backward_data.default")
-def _softmax_back(call: Call) -> Type:
+def _softmax_back(call: TypedCall) -> Type:
     gradient, result, d = call.args[:3]
     needs_whole(result, d, "a softmax")
     return elementwise(replace(call, args=(gradient, result), kwargs={}), "first")

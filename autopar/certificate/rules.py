@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.certificate import layers, products, reductions, views  # noqa: F401  (their rules)
-from autopar.certificate.calls import RULES, Call, unknown
+from autopar.certificate.calls import RULES, TypedCall, unknown
 from autopar.certificate.elementwise import elementwise
 from autopar.certificate.types import Type
 
@@ -26,7 +26,7 @@ _LINEAR_IN = {
 }
 
 
-def typed(target: Any, call: Call) -> Any:
+def typed(target: Any, call: TypedCall) -> Any:
     """Type of an op's result, or a list of types where it has several."""
     made = _by_rule(target, call)
     if not _is_zero(str(target), call):
@@ -34,7 +34,7 @@ def typed(target: Any, call: Call) -> Any:
     return type(made)(_zero(t) for t in made) if isinstance(made, (list, tuple)) else _zero(made)
 
 
-def _by_rule(target: Any, call: Call) -> Any:
+def _by_rule(target: Any, call: TypedCall) -> Any:
     """Type of an op's result, without regard to operands that are zero."""
     known = RULES.get(str(target)) or RULES.get(str(target).replace("_.", ".", 1))  # in place as not in place
     if known is not None:
@@ -44,7 +44,7 @@ def _by_rule(target: Any, call: Call) -> Any:
     return unknown(call)
 
 
-def _is_zero(name: str, call: Call) -> bool:
+def _is_zero(name: str, call: TypedCall) -> bool:
     """Whether an operand is zero that makes the result zero."""
     return any(isinstance(t, Type) and t.is_zero for t in (call.args[place] for place in _LINEAR_IN.get(name, ())))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.certificate.calls import Call, rule, types_in
+from autopar.certificate.calls import TypedCall, rule, types_in
 from autopar.certificate.elementwise import met, summed
 from autopar.certificate.readings import regrouped
 from autopar.certificate.types import (
@@ -29,7 +29,7 @@ VIEWS = tuple(f"aten.{name}.default" for name in ("view", "reshape", "_unsafe_vi
 
 
 @rule(*(name.removeprefix("aten.") for name in VIEWS))
-def _view(call: Call) -> Type:
+def _view(call: TypedCall) -> Type:
     x = call.args[0]
     dims, lost = regrouped(x.dims, call.shapes[0], call.wholes)
     return replace(x, dims=dims).opened(call.axes if lost == frozenset(FREE) else lost)
@@ -40,13 +40,13 @@ def _permuted(x: Type, order: Sequence[int]) -> Type:
 
 
 @rule("t.default")
-def _t(call: Call) -> Type:
+def _t(call: TypedCall) -> Type:
     x = call.args[0]
     return _permuted(x, range(len(x.dims) - 1, -1, -1))
 
 
 @rule("transpose.int")
-def _transposed(call: Call) -> Type:
+def _transposed(call: TypedCall) -> Type:
     x, one, other = call.args
     order = list(range(len(x.dims)))
     order[one], order[other] = order[other], order[one]
@@ -54,20 +54,20 @@ def _transposed(call: Call) -> Type:
 
 
 @rule("permute.default")
-def _permute(call: Call) -> Type:
+def _permute(call: TypedCall) -> Type:
     x, order = call.args[:2]
     return _permuted(x, [d % len(x.dims) for d in order])
 
 
 @rule("unsqueeze.default")
-def _unsqueezed(call: Call) -> Type:
+def _unsqueezed(call: TypedCall) -> Type:
     x, d = call.args
     d %= len(x.dims) + 1
     return replace(x, dims=(*x.dims[:d], (), *x.dims[d:]))
 
 
 @rule("squeeze.dim", "squeeze.dims", "squeeze.default")
-def _squeezed(call: Call) -> Type:
+def _squeezed(call: TypedCall) -> Type:
     x, d = call.args[0], call.at(1, range(len(call.args[0].dims)))
     gone = {one % len(x.dims) for one in ([d] if isinstance(d, int) else d)}
     kept = [dim for i, dim in enumerate(x.dims) if i not in gone or size(dim) != 1]
@@ -76,7 +76,7 @@ def _squeezed(call: Call) -> Type:
 
 
 @rule("expand.default")
-def _expanded(call: Call) -> Type:
+def _expanded(call: TypedCall) -> Type:
     x, shape = call.args[0], call.shapes[0]
     more = len(shape) - len(x.dims)
     dims = []
@@ -88,7 +88,7 @@ def _expanded(call: Call) -> Type:
 
 
 @rule("constant_pad_nd.default")
-def _padded(call: Call) -> Type:
+def _padded(call: TypedCall) -> Type:
     x = call.args[0]
     padded = [len(x.dims) - 1 - i // 2 for i, n in enumerate(call.args[1]) if n]  # also where as many rows are cut off
     dims = tuple(whole(call.shapes[0][d]) if d in padded else dim for d, dim in enumerate(x.dims))
@@ -101,7 +101,7 @@ def _padded(call: Call) -> Type:
 
 
 @rule("slice.Tensor", "slice_backward.default", "select.int", "narrow.default")
-def _some_rows(call: Call) -> Type:
+def _some_rows(call: TypedCall) -> Type:
     """Some rows of a dim, or more of them: known where no axis cuts the dim."""
     x, shape = call.args[0], call.shapes[0]
     if len(shape) < len(x.dims):  # select
@@ -119,14 +119,14 @@ def _fewer(dim: Dim, n: int) -> Dim:
 
 
 @rule("select_backward.default")
-def _selected_back(call: Call) -> Type:
+def _selected_back(call: TypedCall) -> Type:
     x, shape, d = call.args[:3]
     d %= len(shape)
     return replace(x, dims=(*x.dims[:d], whole(shape[d]), *x.dims[d:]))
 
 
 @rule("split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int")
-def _pieces(call: Call) -> list[Type]:
+def _pieces(call: TypedCall) -> list[Type]:
     x, d = call.args[0], call.at(2, 0)
     if len(call.shapes[0]) < len(x.dims):  # unbind
         d = call.at(1, 0) % len(x.dims)
@@ -151,7 +151,7 @@ def _piece(dim: Dim, n: int) -> tuple[Dim, list[str]]:
 
 
 @rule("cat.default", "stack.default")
-def _side_by_side(call: Call) -> Type:
+def _side_by_side(call: TypedCall) -> Type:
     parts, d, shape = list(types_in(call.args[0])), call.at(1, 0), call.shapes[0]
     is_stack = len(shape) > len(parts[0].dims)
     d %= len(shape)

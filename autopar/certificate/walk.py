@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.certificate import steps
 from autopar.certificate.bodies import body_of, is_body_known
-from autopar.certificate.calls import Call, is_constant, types_in, unknown
+from autopar.certificate.calls import TypedCall, is_constant, types_in, unknown
 from autopar.certificate.readings import Wholes
 from autopar.certificate.rules import typed
 from autopar.certificate.types import (
@@ -260,7 +260,7 @@ class _Walk:
             axes = frozenset({args[1]}) & self.axes
             return Type((), open=axes, places=axes, is_start=True)
         kwargs = fx.map_arg(node.kwargs, self.types.__getitem__)
-        call = Call(args, kwargs, _shapes(node), self.axes, cuts_constants=self.interface.cuts_constants)
+        call = TypedCall(args, kwargs, _shapes(node), self.axes, cuts_constants=self.interface.cuts_constants)
         if "kept_at" in str(target):  # a draw by position: a part of it is that of the whole
             return Type(free(call.shapes[0]))
         if str(target) == "aten.sub.Tensor" and node.args[0] is node.args[1]:
@@ -271,7 +271,7 @@ class _Walk:
             return self._view(target, call, self.interface.comes_of(node))
         return self._typed(target, call, ())
 
-    def _as_its_body(self, node: fx.Node, call: Call) -> Any:
+    def _as_its_body(self, node: fx.Node, call: TypedCall) -> Any:
         """Results of a custom op, typed as those of the ops that it stands for; once for calls that are alike."""
         given = [n.meta["val"] for n in node.all_input_nodes]
         lie = tuple((v.shape, v.stride(), v.dtype) for v in given)
@@ -286,7 +286,7 @@ class _Walk:
             self.found._known[key] = made if len(made) != 1 else made[0]
         return self.found._known[key]
 
-    def _view(self, target: Any, call: Call, op: str) -> Type:
+    def _view(self, target: Any, call: TypedCall, op: str) -> Type:
         """Type of a view; a doubtful one that undoes an earlier view of its op gets that view's operand type."""
         x = call.args[0]
         leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # what is cut or repeated
@@ -299,7 +299,7 @@ class _Walk:
         undone = (before for before, after in views if before.shape == call.shapes[0] and lie_alike(x, after))
         return next((replace(x, dims=before.settled(x.open).dims) for before in undone), made)
 
-    def _typed(self, target: Any, call: Call, wholes: tuple[tuple[int, ...], ...]) -> Any:
+    def _typed(self, target: Any, call: TypedCall, wholes: tuple[tuple[int, ...], ...]) -> Any:
         """Result of a rule; calls that are alike are typed once."""
         key = _key((target, call.args, call.kwargs, call.shapes, wholes))
         if key not in self.found._known:
@@ -353,7 +353,7 @@ def _consistent(made: Any) -> Any:
     return made.consistent() if isinstance(made, Type) else made
 
 
-def _placed(made: Any, call: Call) -> Any:
+def _placed(made: Any, call: TypedCall) -> Any:
     """The type, with the axes along which only the device's place is unknown, as for its operands."""
     if isinstance(made, (list, tuple)):
         return [_placed(one, call) for one in made]

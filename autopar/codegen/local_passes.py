@@ -13,7 +13,7 @@ from autopar import kernels
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.graph.graph import Graph, info
 from autopar.kernels import groups
-from autopar.kernels.patterns import Found, called
+from autopar.kernels.patterns import Match, called
 from autopar.solver.plan import Plan
 
 
@@ -65,7 +65,7 @@ def use_kernels(program: LocalProgram) -> None:
             program.fx.erase_node(op)
 
 
-def _saves_alike(program: LocalProgram, found: Found) -> bool:
+def _saves_alike(program: LocalProgram, found: Match) -> bool:
     """Whether the results of a group are all saved, or all recomputed."""
     about = [info(result) for result in found.results]
     return len({program.recomputed.isdisjoint((one.key, *one.names)) for one in about}) == 1

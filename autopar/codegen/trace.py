@@ -208,11 +208,11 @@ def _is_read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 def _said(node: fx.Node, number: Mapping[fx.Node, str]) -> tuple[Any, ...]:
     """A key of an op: target, arguments and which outputs have gradients; operands by number, not by name."""
-    words = repr(fx.map_arg((node.args, node.kwargs), lambda a: _Said(number[a])))
+    words = repr(fx.map_arg((node.args, node.kwargs), lambda a: _Bare(number[a])))
     return node.target, words, tuple(t.requires_grad for t in info(node).outputs)
 
 
-class _Said(str):
+class _Bare(str):
     """Number of an operand in the text of a call; its repr has no quotes."""
 
     def __repr__(self) -> str:

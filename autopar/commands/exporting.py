@@ -33,7 +33,7 @@ class Unsaid(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Exported:
     """A plan as other systems see it."""
 
     plan: Plan
@@ -44,7 +44,7 @@ class Told:
     unsaid: tuple[Unsaid, ...]
 
     @staticmethod
-    def of(plan: Plan) -> Told:
+    def of(plan: Plan) -> Exported:
         """Translate a plan, as far as other systems can express it."""
         kinds = tuple(_kind(plan, axis) for axis in range(len(plan.mesh.shape)))
         if kinds.count("tensor") > 1:
@@ -54,7 +54,7 @@ class Told:
             )
         styles, tables = _styles(plan, kinds)
         blocks = {folded(block) for name in plan.parameters if (block := innermost_block(name))}
-        said = Told(plan, kinds, styles, tables, tuple(sorted(blocks)), ())
+        said = Exported(plan, kinds, styles, tables, tuple(sorted(blocks)), ())
         return replace(said, unsaid=tuple(said._unsaid()))
 
     def degree(self, kind: str) -> int:
@@ -146,7 +146,7 @@ def _styles(plan: Plan, kinds: tuple[str, ...]) -> tuple[dict[str, str], frozens
 _FLAGS = {"bfloat16": "bf16", "float16": "fp16"}  # of transformers' Trainer
 
 
-def _fsdp2(told: Told) -> str:
+def _fsdp2(told: Exported) -> str:
     """A Python file with `parallelize(model)`, on torch's own fully_shard and parallelize_module."""
     shape, policy = tuple(told.degree(kind) for kind in _KINDS), ""
     if told.plan.precision is not None:
@@ -185,7 +185,7 @@ def _fsdp2(told: Told) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _style(name: str, style: str, told: Told) -> str:
+def _style(name: str, style: str, told: Exported) -> str:
     """A module's style for `parallelize_module`."""
     if name in told.tables:
         lies = "input_layouts=Replicate()" if style == "rowwise" else "output_layouts=Replicate()"
@@ -195,7 +195,7 @@ def _style(name: str, style: str, told: Told) -> str:
     return f"{style.title()}Parallel({lies})"
 
 
-def _hf(told: Told) -> str:
+def _hf(told: Exported) -> str:
     """JSON for transformers: `tp_plan` of from_pretrained, and arguments of its Trainer."""
     trainer: dict[str, Any] = {
         "fsdp": "full_shard" if told.degree("shard") > 1 else "",
@@ -212,13 +212,13 @@ def _hf(told: Told) -> str:
     )
 
 
-def _hf_style(name: str, style: str, told: Told) -> str:
+def _hf_style(name: str, style: str, told: Exported) -> str:
     if name in told.tables:
         return f"embedding_{style}"
     return "colwise_gather_output" if "." not in name and style == "colwise" else style
 
 
-def _torchtitan(told: Told) -> str:
+def _torchtitan(told: Exported) -> str:
     """TOML for torchtitan's training configuration."""
     again = '"always"' if told.is_regathered else '"never"'
     mode = '"selective"' if told.plan.recomputed else '"none"'
@@ -238,13 +238,13 @@ def _torchtitan(told: Told) -> str:
     return "\n".join(lines) + "\n"
 
 
-TARGETS: dict[str, Callable[[Told], str]] = {"fsdp2": _fsdp2, "hf": _hf, "torchtitan": _torchtitan}
+TARGETS: dict[str, Callable[[Exported], str]] = {"fsdp2": _fsdp2, "hf": _hf, "torchtitan": _torchtitan}
 _FILES = {"fsdp2": "fsdp2.py", "hf": "tp_plan.json", "torchtitan": "titan.toml"}  # plan.json is a plan's
 
 
 def export(asked: argparse.Namespace) -> int:
     """Write a plan for another system, and print what is lost."""
-    told = Told.of(Plan.load(asked.plan))
+    told = Exported.of(Plan.load(asked.plan))
     path = Path(asked.out or _FILES[asked.to])
     path.write_text(TARGETS[asked.to](told), encoding="utf-8")
     unsaid = sorted(told.unsaid, key=lambda one: -one.seconds)

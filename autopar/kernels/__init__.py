@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch.fx as fx
 
     from autopar.kernels.family import Family
-    from autopar.kernels.patterns import Found
+    from autopar.kernels.patterns import Match
 
 # a larger group before what is a part of it
 NAMES = (
@@ -63,8 +63,8 @@ def can_run() -> bool:
 
 
 def groups(
-    nodes: Iterable[fx.Node], names: Collection[str], accepts: Callable[[Found], bool] = lambda found: True
-) -> Iterator[tuple[Family, Found, Mapping[str, Any]]]:
+    nodes: Iterable[fx.Node], names: Collection[str], accepts: Callable[[Match], bool] = lambda found: True
+) -> Iterator[tuple[Family, Match, Mapping[str, Any]]]:
     """Groups of ops in a program that kernels of these names can replace, with the arguments of each call.
 
     No op is in two groups. The ops of a group that is not accepted may still be in smaller ones.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.kernels import backend, layer_norm
 from autopar.kernels.family import Family, summed, through_sum
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 
@@ -80,7 +80,7 @@ def add_layer_norm(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor, 
     return function(first, second, weight, bias, eps)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call, or None unless both operands have the sum's shape and dtype."""
     return summed(found, layer_norm.arguments(found))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.kernels import backend, rms_norm
 from autopar.kernels.family import Family, summed, through_sum
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 
@@ -78,7 +78,7 @@ def add_rms_norm(first: Tensor, second: Tensor, weight: Tensor, eps: float, roun
     return function(first, second, weight, eps, rounds)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call, or None unless both operands have the sum's shape and dtype."""
     return summed(found, rms_norm.arguments(found))
 

@@ -18,7 +18,7 @@ from autopar.kernels import backend
 from autopar.kernels.activations import GELU_TANH, activated, gelu_tanh_by_ops
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.patterns import Found, Pattern, called, readers
+from autopar.kernels.patterns import Match, Pattern, called, readers
 from autopar.kernels.rows import FOLDED, fold_kernel
 
 BLOCK, WARPS = 2048, 4
@@ -155,18 +155,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.nn.functional.linear(input, weight, bias)
 
 
-def product_of(found: Found) -> fx.Node:
+def product_of(found: Match) -> fx.Node:
     """The node that the gelu is applied to, past an identity for several readers."""
     node: fx.Node = found["x"]
     return node
 
 
-def prepare(found: Found) -> None:
+def prepare(found: Match) -> None:
     """Let the product leave the gradient of its bias to the kernel."""
     product_of(found).target = linear
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call; None unless a product with a trained bias precedes that nothing else reads."""
     product = product_of(found)
     bias = product.kwargs.get("bias") if called(product) == "linear" else None

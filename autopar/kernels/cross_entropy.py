@@ -14,7 +14,7 @@ from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.buffer_reuse import written_over
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 
 BLOCK, WARPS = 4096, 4  # of a row that is read once
 READ_ONCE = {"BLOCK": BLOCK, "num_warps": WARPS}
@@ -201,7 +201,7 @@ def cross_entropy(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> 
     return entropies(x, target, ignored, smoothing)[0]
 
 
-def arguments_of(found: Found) -> Mapping[str, Any] | None:
+def arguments_of(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call, or None unless targets are class indices, one per row."""
     x, target = found["x"], found["target"]
     columns = type_of(x).shape[-1]

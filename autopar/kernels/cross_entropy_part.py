@@ -24,7 +24,7 @@ from autopar.kernels.cross_entropy import (
     patterns_of,
 )
 from autopar.kernels.family import Family, through
-from autopar.kernels.patterns import Found
+from autopar.kernels.patterns import Match
 from autopar.runtime.forms import cross_entropy_part as form
 from autopar.runtime.forms import reduced
 from autopar.runtime.random import Cuts, start_of
@@ -228,7 +228,7 @@ def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float
     return sums[0] + reduced(sums[1].detach(), "lodge", axes)  # one device counts the logarithms
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call, or None where the kernels do not serve it, as with class weights."""
     given = arguments_of(found)
     return None if given is None else {**given, "cuts": found["CUTS"], "classes": found["CLASSES"]}

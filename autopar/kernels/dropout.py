@@ -13,7 +13,7 @@ from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.draws import bits_of, given_places, grid, held
 from autopar.kernels.family import Family, are_alike
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 from autopar.runtime import forms, random
 from autopar.runtime.random import Cuts
 
@@ -118,7 +118,7 @@ def dropout(
     return dropped(x, added, key, op, p, list(shape), random.places_of(key, cuts, x.shape))
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call, or None unless 0 <= p < 1 and `added` has the shape of `x`.
 
     In a graph the arguments of the draw are None: it does not say yet at which indices a device will draw.

@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import type_of
-from autopar.kernels.patterns import Found, Pattern, find
+from autopar.kernels.patterns import Match, Pattern, find
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -24,15 +24,15 @@ class Family:
     patterns: tuple[Pattern, ...]  # one of more ops before what is a part of it
     call: Callable[..., Any]  # what stands in the place of a group; it gives a tuple where there are several results
     reference: Callable[..., Any]  # the ops of a group, of the same arguments
-    arguments: Callable[[Found], Mapping[str, Any] | None]  # of the call; None where the kernel does not serve a group
+    arguments: Callable[[Match], Mapping[str, Any] | None]  # of the call; None where the kernel does not serve a group
     # values that backward reads beside gradients, where these are not those that the ops keep
-    keeps: Callable[[Found], Sequence[fx.Node]] | None = None
+    keeps: Callable[[Match], Sequence[fx.Node]] | None = None
     # the product before a group that gives the gradient of the product's bias, and the change of that product
-    product: Callable[[Found], fx.Node] | None = None
-    prepare: Callable[[Found], None] | None = None
+    product: Callable[[Match], fx.Node] | None = None
+    prepare: Callable[[Match], None] | None = None
     over: str = ""  # the operand over which its gradient can be written, by its name in patterns
 
-    def find(self, node: fx.Node) -> tuple[Found, Mapping[str, Any]] | None:
+    def find(self, node: fx.Node) -> tuple[Match, Mapping[str, Any]] | None:
         """The group whose last result is this node, with the arguments of its call; None where there is none."""
         for pattern in self.patterns:
             found = find(pattern, node)
@@ -47,7 +47,7 @@ def are_alike(nodes: Sequence[fx.Node]) -> bool:
     return len(dtypes) == 1 and dtypes <= set(FLOATS)
 
 
-def summed(found: Found, arguments: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def summed(found: Match, arguments: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Arguments of a call on a sum, from those of a call on `x`; None unless all shapes and dtypes agree."""
     if arguments is None:
         return None

@@ -13,7 +13,7 @@ from autopar.kernels import backend
 from autopar.kernels.activations import GELU_TANH, activated, gelu_tanh_by_ops
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 
 BLOCK, WARPS = 2048, 4
 KINDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (  # the kernels know them by their places
@@ -127,7 +127,7 @@ def gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     return product(gate, up, kind) if backend.is_traced(gate.device.type) else reference(gate, up, kind)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call, or None unless gate and up have one shape and dtype."""
     gate, up = found["gate"], found["up"]
     is_served = are_alike([gate, up]) and len(type_of(gate).shape) > 0 and type_of(gate).shape == type_of(up).shape

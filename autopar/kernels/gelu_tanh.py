@@ -13,7 +13,7 @@ from autopar.kernels.activations import GELU_TANH, activated
 from autopar.kernels.activations import gelu_tanh_by_ops as reference
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 
 BLOCK, WARPS = 2048, 4
 
@@ -83,7 +83,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return activation(x) if backend.is_traced(x.device.type) else reference(x)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     return {"x": found["x"]} if are_alike([found["x"]]) else None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 
@@ -67,7 +67,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return normalised(x, weight, bias, eps) if backend.is_traced(x.device.type) else reference(x, weight, bias, eps)
 
 
-def arguments(found: Found) -> Mapping[str, Any] | None:
+def arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call, or None unless it normalises the last dim alone."""
     x, weight, bias = found["x"], found["weight"], found["bias"]
     width = type_of(x).shape[-1]

@@ -13,7 +13,7 @@ from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import FLOATS, Family, are_alike, through
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 
 MOST_COLUMNS = 16384  # of a row that a program holds
 
@@ -190,7 +190,7 @@ def masked_softmax(
     return function(x, mask, scale, cap, is_wide, dtype)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call; None unless a row of the last dim fits a program and the mask is untrained."""
     x, mask, bound = found["x"], found.bound.get("mask"), found.bound
     about, given = type_of(x), [n for n in (x, mask) if n is not None]
@@ -213,7 +213,7 @@ def _arguments(found: Found) -> Mapping[str, Any] | None:
     }
 
 
-def _keeps(found: Found) -> list[Any]:
+def _keeps(found: Match) -> list[Any]:
     """The values that backward reads: the result, and the scores where they were capped."""
     return [found.result, *([found["x"]] if "CAP" in found.bound else [])]
 

@@ -32,7 +32,7 @@ _Bound = Mapping[str, Any]  # of a pattern's names, the nodes and constants that
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Member:
     """An op of a pattern; an argument is the name of a value or constant, a list of names, or a literal."""
 
     op: str
@@ -50,14 +50,14 @@ class Name:
 class Pattern:
     """Ops by the names of their values, in order."""
 
-    steps: Mapping[str, Step]
+    steps: Mapping[str, Member]
     results: tuple[str, ...]  # the last of them is that of the last step
     variant: Mapping[str, Any]  # what a family is told where this one is found
 
     @staticmethod
     def of(text: str, **variant: Any) -> Pattern:
         """Parse a pattern."""
-        steps = dict[str, Step]()
+        steps = dict[str, Member]()
         results: tuple[str, ...] = ()
         for line in ast.parse(text).body:
             if isinstance(line, ast.Expr) and isinstance(line.value, ast.Tuple):
@@ -66,14 +66,14 @@ class Pattern:
             assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Call), "name = op(argument=value, ...)"
             assert isinstance(line.targets[0], ast.Name) and isinstance(line.value.func, ast.Name)
             arguments = {str(k.arg): _argument(k.value) for k in line.value.keywords}
-            steps[line.targets[0].id] = Step(line.value.func.id, arguments)
+            steps[line.targets[0].id] = Member(line.value.func.id, arguments)
         results = results or (next(reversed(steps)),)
         assert results[-1] == next(reversed(steps)), "the last step makes the last result"
         return Pattern(steps, results, variant)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class Match:
     """A match of a pattern: what its names stand for."""
 
     pattern: Pattern
@@ -97,10 +97,10 @@ class Found:
         return self.bound[name]
 
 
-def find(pattern: Pattern, node: fx.Node) -> Found | None:
+def find(pattern: Pattern, node: fx.Node) -> Match | None:
     """The match of a pattern whose last result is this node; None where there is none."""
     for bound in _all_results(pattern, node):
-        found = Found(pattern, bound)
+        found = Match(pattern, bound)
         nodes, results = set(found.nodes), found.results
         others = {user for result in results[:-1] for user in readers(result)} - nodes
         is_late = all(user > node for user in others)  # all results are made where the last is
@@ -185,7 +185,7 @@ def called(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", "")) if is_form else ""
 
 
-def _orders(step: Step) -> Iterator[Mapping[str, Any]]:
+def _orders(step: Member) -> Iterator[Mapping[str, Any]]:
     yield step.arguments
     if step.op in _EITHER_WAY and set(step.arguments) == {"input", "other"}:
         yield {"input": step.arguments["other"], "other": step.arguments["input"]}

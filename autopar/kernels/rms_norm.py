@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 from autopar.kernels.rows import gradients_of_rows, normalised_rows
 
 _ROOT = """
@@ -78,7 +78,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     return normalised(x, weight, eps, rounds) if backend.is_traced(x.device.type) else reference(x, weight, eps, rounds)
 
 
-def arguments(found: Found) -> Mapping[str, Any] | None:
+def arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call; None unless it normalises the last dim and rounds only to the input's dtype."""
     x, weight, eps = found["x"], found["weight"], found["EPS"]
     variant = found.pattern.variant

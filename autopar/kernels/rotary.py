@@ -12,7 +12,7 @@ from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 
 WARPS = 4
 _TILE = 512  # elements of a half that a program holds
@@ -157,7 +157,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated(x, cos, sin) if backend.is_traced(x.device.type) else reference(x, cos, sin)
 
 
-def are_served(found: Found, x: Any) -> bool:
+def are_served(found: Match, x: Any) -> bool:
     """Whether the kernel can rotate `x`: angles need no gradient, and are the same for all heads."""
     cos, sin = found["cos"], found["sin"]
     shape, angles = type_of(x).shape, type_of(cos).shape
@@ -167,7 +167,7 @@ def are_served(found: Found, x: Any) -> bool:
     return is_served and angles[1:] == (1, *shape[2:]) and angles[0] in (1, shape[0])
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     x = found["x"]
     return {"x": x, "cos": found["cos"], "sin": found["sin"]} if are_served(found, x) else None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend, rotary
 from autopar.kernels.family import Family, through
-from autopar.kernels.patterns import Found, Pattern
+from autopar.kernels.patterns import Match, Pattern
 
 
 def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def rotary_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     return (rotated if backend.is_traced(q.device.type) else reference)(q, k, cos, sin)
 
 
-def _arguments(found: Found) -> Mapping[str, Any] | None:
+def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call, or None unless queries and keys have the same batch, positions and angles."""
     q, k = found["x_q"], found["x_k"]
     one, other = type_of(q), type_of(k)

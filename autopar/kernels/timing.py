@@ -103,7 +103,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FamilyTimes:
     """Times of a family on one shape, beside others that do the same."""
 
     family: str
@@ -142,7 +142,7 @@ def _over(seconds: float, taken: float) -> float:
     return seconds / taken if taken else 0.0
 
 
-def measure(names: Sequence[str], device: str, small: bool = False, quick: bool = False) -> Iterator[Row]:
+def measure(names: Sequence[str], device: str, small: bool = False, quick: bool = False) -> Iterator[FamilyTimes]:
     """Yield a row per family, dtype and shape; `quick` takes one shape only, and skips torch.compile."""
     large = 2**17 if small else 2**28 if quick else 2**32
     copied = large / _copy_s(large, device)
@@ -155,7 +155,7 @@ def measure(names: Sequence[str], device: str, small: bool = False, quick: bool 
         yield _step_of_adamw(device, copied, 2**10 if small else 2**28)
 
 
-def least_gains(rows: Iterable[Row]) -> dict[str, float]:
+def least_gains(rows: Iterable[FamilyTimes]) -> dict[str, float]:
     """The least speed-up of each family, over its ops and over their compiled form."""
     gains: dict[str, float] = {}
     for row in rows:
@@ -168,7 +168,7 @@ def least_gains(rows: Iterable[Row]) -> dict[str, float]:
 
 def _row(
     family: Family, dtype: str, shapes: tuple[tuple[int, ...], ...], device: str, copied: float, quick: bool
-) -> Row:
+) -> FamilyTimes:
     torch.compiler.reset()
     operands = _operands(family.name, getattr(torch, dtype), shapes, device)
     numbers = _numbers(family.name, operands[0])
@@ -196,7 +196,7 @@ def _row(
     floors = [sum(x.numel() * x.element_size() for x in each) for each in moved]
     with backward_again():
         compiled = times(None if is_alone else torch.compile(family.reference, dynamic=False))
-    return Row(
+    return FamilyTimes(
         family.name,
         dtype,
         shapes[0],
@@ -228,7 +228,7 @@ def _numbers(name: str, x: Tensor) -> tuple[Any, ...]:
     return _NUMBERS.get(name, ())
 
 
-def _step_of_adamw(device: str, copied: float, count: int) -> Row:
+def _step_of_adamw(device: str, copied: float, count: int) -> FamilyTimes:
     """A step on half-precision parameters with master copies, beside torch's fused step and its casts."""
     half, wide = torch.randn(count, device=device, dtype=torch.bfloat16), torch.rand((3, count), device=device)
     gradient, (master, average, squares) = torch.randn_like(half), wide
@@ -254,7 +254,9 @@ def _step_of_adamw(device: str, copied: float, count: int) -> Row:
     mine, torchs = Times(_median(step, device), 0.0), Times(_median(fused, device), 0.0)
     floor = count * (3 * half.element_size() + 24) - half.numel() * half.element_size()  # the half is written alone
     shape, copy = (count,), (_copy_s(floor, device), 0.0)
-    return Row("adamw", "bfloat16", shape, mine, torchs, Times(), Times(), (floor, 0), copy, copied, 0, is_right)
+    return FamilyTimes(
+        "adamw", "bfloat16", shape, mine, torchs, Times(), Times(), (floor, 0), copy, copied, 0, is_right
+    )
 
 
 def _median(call: Callable[[], Any], device: str) -> float:

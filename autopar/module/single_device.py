@@ -223,7 +223,7 @@ def _gradient(outputs: Sequence[Any], few: int, parameter: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Findings:
     """Rank 0's findings about the gradient of the plain model on the rows."""
 
     why_not: str = ""
@@ -239,7 +239,7 @@ class _Alone:
     ) -> None:
         self.model, self.name, self.asked, self.rows, self.idle = model, name, asked, rows, idle
 
-    def judged(self, judge: Callable[[_Plain], tuple[Tensor, _Said]]) -> tuple[Tensor, _Said]:
+    def judged(self, judge: Callable[[_Plain], tuple[Tensor, _Findings]]) -> tuple[Tensor, _Findings]:
         """Gradient and findings of `judge`, which runs on rank 0.
 
         The findings are on every rank; the gradient is right on rank 0 only, and only where `why_not` is empty.
@@ -256,9 +256,9 @@ class _Alone:
                 raise
             why_not = _raised(e)
 
-        def said() -> _Said:
+        def said() -> _Findings:
             if plain is None:
-                return _Said(why_not)
+                return _Findings(why_not)
             for hook in self.idle:  # those that count calls run in these
                 getattr(plain.get_submodule(hook.path), hook.held_by).pop(hook.key, None)
             on_gpu = [parameter.device] if parameter.device.type == "cuda" else []
@@ -266,7 +266,7 @@ class _Alone:
                 with torch.random.fork_rng(on_gpu):
                     found, words = judge(_Plain(self.model, plain, self.name, self.asked, self.rows))
             except Exception as e:  # of the user's model, on rows that it may not be made for: nothing to compare
-                return _Said(f"the plain model {_raised(e)}")
+                return _Findings(f"the plain model {_raised(e)}")
             right.copy_(found)
             return words
 
@@ -317,32 +317,32 @@ class _Plain:
         return {f"out.{name}" if name not in self.asked else name: leaf for name, leaf in found}
 
 
-def _judged(plain: _Plain, bytes_of_dtype: int) -> tuple[Tensor, _Said]:
+def _judged(plain: _Plain, bytes_of_dtype: int) -> tuple[Tensor, _Findings]:
     """The gradient on the rows, whether it is of a mean or a sum over rows, and its share of rounding."""
     rows, right, factor = plain.rows, plain.gradient(1), 1.0
     twice = plain.gradient(2) if rows.of_all > rows.few else None
     other = plain.gradient(1, torch.float64 if bytes_of_dtype == 4 else torch.float32)
     norm = _norm(right)
     if not 0 < norm < math.inf:
-        return right, _Said("its gradient is zero on these rows, or not finite")
+        return right, _Findings("its gradient is zero on these rows, or not finite")
     rounding = _norm(right - other) / norm
     if bytes_of_dtype == 8:  # the other is of 4
         rounding *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     allowed = max(ROUNDING[bytes_of_dtype], _OF_ROUNDING * rounding)
     if not allowed <= _MOST:
-        return right, _Said("its gradient is rounding for the most part")
+        return right, _Findings("its gradient is rounding for the most part")
     if twice is not None:
         of_mean, of_sum = _norm(twice - right) / norm, _norm(twice - 2 * right) / norm
         if min(of_mean, of_sum) > allowed:
             said = f"differs by {of_mean:.2g} from that on the rows once, and by {of_sum:.2g} from twice that"
-            return right, _Said(f"the model does not treat rows alike: its gradient on the same rows twice {said}")
+            return right, _Findings(f"the model does not treat rows alike: its gradient on the same rows twice {said}")
         factor = 1.0 if of_mean < of_sum else rows.of_all / rows.few
-    return right, _Said("", factor, allowed)
+    return right, _Findings("", factor, allowed)
 
 
-def _on_whole_batch(plain: _Plain) -> tuple[Tensor, _Said]:
+def _on_whole_batch(plain: _Plain) -> tuple[Tensor, _Findings]:
     """Gradient on as many rows as the program has."""
-    return plain.gradient(plain.rows.of_all // plain.rows.few), _Said()
+    return plain.gradient(plain.rows.of_all // plain.rows.few), _Findings()
 
 
 def _norm(tensor: Tensor) -> float:

@@ -62,7 +62,7 @@ Blocks = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class Packed:
     """Several tensors packed as one, and a function that unpacks what arrives; the tensors may be freed meanwhile."""
 
     flat: Tensor
@@ -87,14 +87,14 @@ def finish(pending: Pending) -> list[Tensor]:
     return pending.unpack(pending.arrives)
 
 
-def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Message:
+def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Packed:
     flat = (
         torch.cat([x.flatten() for x in xs])
         if len(xs) > 1
         else xs[0].clone(memory_format=torch.contiguous_format).view(-1)
     )
     shapes, dtype = [x.shape for x in xs], xs[0].dtype
-    return Message(
+    return Packed(
         _summed(flat),
         lambda y: [
             part.view(shape)
@@ -108,12 +108,12 @@ def _summed(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
 
-def begin_all_reduce(message: Message, axis: Axis) -> Pending:
+def begin_all_reduce(message: Packed, axis: Axis) -> Pending:
     """P(sum) -> R of several tensors in one message."""
     return Pending(dist.all_reduce(message.flat, group=axis.group, async_op=True), None, message.flat, message.unpack)
 
 
-def pack_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Message:
+def pack_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Packed:
     parts = [_padded(x, dim, -(-size // axis.size)).contiguous() for x, dim, size in zip(xs, dims, sizes, strict=True)]
     flat, shapes = (
         torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1),
@@ -131,10 +131,10 @@ def pack_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[i
             for whole, dim, size, block in zip(wholes, dims, sizes, blocks, strict=True)
         ]
 
-    return Message(flat, unpack)
+    return Packed(flat, unpack)
 
 
-def begin_all_gather(message: Message, axis: Axis) -> Pending:
+def begin_all_gather(message: Packed, axis: Axis) -> Pending:
     """S(dim) -> R of several tensors in one message."""
     y = message.flat.new_empty(axis.size * message.flat.numel())
     return Pending(gather_into(y, message.flat, group=axis.group, async_op=True), message.flat, y, message.unpack)
@@ -142,7 +142,7 @@ def begin_all_gather(message: Message, axis: Axis) -> Pending:
 
 def pack_reduce_scatter(
     xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]
-) -> Message:
+) -> Packed:
     steps = [-(-size // axis.size) for size in sizes]
     parts = [
         _padded(_by_parts(x, dim, axis.size, block), dim, axis.size * step)
@@ -165,10 +165,10 @@ def pack_reduce_scatter(
             for piece, shape, dim, size in zip(y.to(dtype).split(counts), shapes, dims, sizes, strict=True)
         ]
 
-    return Message(_summed(flat.view(-1)), unpack)
+    return Packed(_summed(flat.view(-1)), unpack)
 
 
-def begin_reduce_scatter(message: Message, axis: Axis) -> Pending:
+def begin_reduce_scatter(message: Packed, axis: Axis) -> Pending:
     """P(sum) -> S(dim) of several tensors in one message."""
     y = message.flat.new_empty(message.flat.numel() // axis.size)
     return Pending(_reduce_scatter(y, message.flat, group=axis.group, async_op=True), message.flat, y, message.unpack)
@@ -302,7 +302,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
         lodge,
     )
 }
-PACK: dict[str, Callable[..., Message]] = {
+PACK: dict[str, Callable[..., Packed]] = {
     "all_reduce": pack_all_reduce,
     "all_gather": pack_all_gather,
     "reduce_scatter": pack_reduce_scatter,

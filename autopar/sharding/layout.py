@@ -26,7 +26,7 @@ NOBODY = -1  # reads a digit that every device holds all of
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CutDim:
     """How one dim is cut: its digits, or where it has none the axes that cut it, major first, and the blocks."""
 
     size: int
@@ -36,25 +36,25 @@ class Row:
 
     @staticmethod
     @functools.lru_cache(maxsize=1 << 16)
-    def whole(size: int) -> Row:
-        return Row(size, ((NOBODY, size),) if size > 1 else ())
+    def whole(size: int) -> CutDim:
+        return CutDim(size, ((NOBODY, size),) if size > 1 else ())
 
     @property
     def axes(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(a for a, _ in (self.nested or self.digits) if a != NOBODY))
 
-    def cut(self, axis: int, n: int, blocks: Blocks = ()) -> Row | None:
+    def cut(self, axis: int, n: int, blocks: Blocks = ()) -> CutDim | None:
         """The row with one more axis inside, which cuts each of the blocks separately.
 
         None where a device would hold nothing, or the parts of a block would be unequal.
         """
         return _cut(self, axis, n, blocks)
 
-    def without(self, axis: int) -> Row | None:
+    def without(self, axis: int) -> CutDim | None:
         """The row with an axis gathered; None where the axis does not read one run of digits."""
         return _without(self, axis)
 
-    def _cut(self, axis: int, n: int, blocks: Blocks) -> Row | None:
+    def _cut(self, axis: int, n: int, blocks: Blocks) -> CutDim | None:
         if sum(blocks) not in (0, self.size):
             return None
         if not self.nested and len(set(blocks)) < 2:
@@ -70,13 +70,13 @@ class Row:
             fits = len(set(blocks)) > 1 and all(b % math.prod(parts) == 0 for b in blocks)
         else:
             fits = every_part_holds_something(self.size, parts)
-        return Row(self.size, nested=nested, blocks=blocks) if fits else None
+        return CutDim(self.size, nested=nested, blocks=blocks) if fits else None
 
-    def _without(self, axis: int) -> Row | None:
+    def _without(self, axis: int) -> CutDim | None:
         if self.nested:
             if self.nested[-1][0] != axis:
                 return None
-            row: Row | None = Row.whole(self.size)
+            row: CutDim | None = CutDim.whole(self.size)
             for a, n in self.nested[:-1]:
                 row = row.cut(a, n, self.blocks) if row else None
             return row
@@ -100,7 +100,7 @@ class Row:
             size = part(size, n, coordinate[axis])[1]
         return size if self.nested else math.prod(n for a, n in self.digits if a == NOBODY)
 
-    def _read(self, axis: int, n: int, blocks: int) -> Row | None:
+    def _read(self, axis: int, n: int, blocks: int) -> CutDim | None:
         """The row in which the axis reads the major free digits behind those that count the blocks, or None."""
         digits, at, left = list(self.digits), 0, blocks
         while left > 1:
@@ -125,15 +125,15 @@ class Row:
         if self.nested:
             return self.nested if self.blocks == blocks else None
         axes = [(a, n) for a, n in self.digits if a != NOBODY]
-        again: Row | None = Row.whole(self.size)
+        again: CutDim | None = CutDim.whole(self.size)
         for a, n in axes:
             again = again.cut(a, n) if again else None
         return tuple(axes) if not axes or (again == self and not blocks) else None
 
 
 # rows are small, and shared by every tensor with a dim of their size
-_cut = functools.lru_cache(maxsize=1 << 16)(Row._cut)
-_without = functools.lru_cache(maxsize=1 << 16)(Row._without)
+_cut = functools.lru_cache(maxsize=1 << 16)(CutDim._cut)
+_without = functools.lru_cache(maxsize=1 << 16)(CutDim._without)
 
 
 def _divide(digits: list[tuple[int, int]], at: int, wanted: int) -> bool:
@@ -162,14 +162,14 @@ def _tidy(digits: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 class Layout:
     """What devices hold of a tensor: how each dim is cut, and the axes over which the tensor is a partial sum."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CutDim, ...]
     partial: frozenset[int] = frozenset()
 
     @staticmethod
     @functools.lru_cache(maxsize=1 << 16)
     def of(shape: tuple[int, ...], sharding: Sharding, mesh: DeviceMesh) -> Layout | None:
         """The layout of a tensor of this shape; None where the sharding would leave a device without a part."""
-        rows: list[Row | None] = [Row.whole(n) for n in shape]
+        rows: list[CutDim | None] = [CutDim.whole(n) for n in shape]
         for dim, axes in sharding.cuts.items():
             if dim >= len(shape):
                 return None
@@ -183,7 +183,7 @@ class Layout:
         """The dim that an axis cuts, or None."""
         return next((d for d, row in enumerate(self.rows) if axis in row.axes), None)
 
-    def with_row(self, dim: int, row: Row | None) -> Layout | None:
+    def with_row(self, dim: int, row: CutDim | None) -> Layout | None:
         return None if row is None else replace(self, rows=(*self.rows[:dim], row, *self.rows[dim + 1 :]))
 
     def local_shape(self, mesh: DeviceMesh, coordinate: Sequence[int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.letters import BadSharding
-from autopar.sharding.layout import Row
+from autopar.sharding.layout import CutDim
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding, Cut, Dim
 from autopar.sharding.placement import Flow, P, Placement, R, S, Sharding, flow, outside_brackets
@@ -166,7 +166,7 @@ def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> b
     if any(cut.even for cut, _, _ in cuts) and any(size % parts for size in wholes):
         return False
     for size in wholes:
-        row: Row | None = Row.whole(size)
+        row: CutDim | None = CutDim.whole(size)
         for cut, axis, n in cuts:
             row = row.cut(axis, n, cut.blocks) if row else None
         if row is None:

@@ -48,7 +48,7 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
     if search.none.peak <= budget or budget <= 0:
         return search.none if budget > 0 else None
     stages = _Stages(search.line)
-    tables = _Tables(stages, _ways_of(stages, is_all_or_none), budget * _SPARE / _SLOTS)
+    tables = _StageTables(stages, _ways_of(stages, is_all_or_none), budget * _SPARE / _SLOTS)
     found = list[StepStates]()
     under, over = -math.inf, math.inf  # rooms that lead under the budget, or to nothing; and over it
     room, step = budget, 1.0
@@ -300,7 +300,7 @@ def _best(ways: Iterable[_Way]) -> list[_Way]:
     return [way for _, way in found]
 
 
-class _Tables:
+class _StageTables:
     """Dynamic programming tables: the least seconds of stages by slots of room, and the picks behind them."""
 
     def __init__(self, stages: _Stages, ways: Sequence[Sequence[_Way]], unit: float) -> None:

@@ -35,7 +35,7 @@ class Event(NamedTuple):
 
 def events_of(space: Space, point: Point) -> list[Event]:
     """The events of a plan's step, in order."""
-    return _Writer(space, point).step()
+    return _LaneWriter(space, point).step()
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _Moved:
 
 
 @dataclass(slots=True, eq=False)
-class _Writer:
+class _LaneWriter:
     space: Space
     point: Point
     now: float = 0.0

@@ -20,7 +20,7 @@ from autopar.space.setting import Setting
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class CostLines:
     """Lines about the seconds of any op of a space, by its name."""
 
     graph: Graph

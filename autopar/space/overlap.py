@@ -23,7 +23,7 @@ class Movement(NamedTuple):
     reduction: np.ndarray
 
 
-class Beside(NamedTuple):
+class OpsBeside(NamedTuple):
     """The ops that communication runs beside, and how often: once in a step, or in every other micro-batch too."""
 
     window: int
@@ -44,12 +44,12 @@ def windows_of(
     Of several micro-batches, the first gathers what is kept, and the last reduces what waits; what is gathered again,
     and what is reduced at once, move in each.
     """
-    tables = _Tables(setting.cluster.hidden)
-    moved: dict[Beside, list[tuple[int, np.ndarray]]] = {}
+    tables = _WindowTables(setting.cluster.hidden)
+    moved: dict[OpsBeside, list[tuple[int, np.ndarray]]] = {}
 
     def put(window: int, way: str, every: bool, edge: int, table: np.ndarray) -> None:
         if tables.hidden and table.any() and 0 <= window < len(schedule.spans):
-            moved.setdefault(Beside(window, way, every), []).append((edge, tables.share(table)))
+            moved.setdefault(OpsBeside(window, way, every), []).append((edge, tables.share(table)))
 
     for k, (op, gather, reduction) in movements.items():
         w, source = schedule.of[op], sites[edges[k].source]
@@ -73,7 +73,7 @@ def windows_of(
 
 
 @dataclass(slots=True, eq=False)
-class _Tables:
+class _WindowTables:
     """Tables of windows, one object for equal tables, so that windows that are alike can be recognised."""
 
     hidden: float  # the share of the shorter of both sums that takes no time

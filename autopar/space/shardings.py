@@ -22,7 +22,7 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Preset
-from autopar.space.cost_explanation import Told
+from autopar.space.cost_explanation import CostLines
 from autopar.space.edges import EdgeBuilder
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
@@ -75,7 +75,7 @@ def shardings(
         wiring.edges,
         setting,
     )
-    told = Told(graph, setting, bindings)
+    told = CostLines(graph, setting, bindings)
     return Space(
         setting,
         wiring.sites,

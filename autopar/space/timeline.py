@@ -156,7 +156,7 @@ class Timeline:
     @staticmethod
     def of(space: Space, picked: Sequence[int], held: np.ndarray, momentary: Momentary) -> Timeline:
         """The timeline of the plan that picks these choices and holds these bytes at every time."""
-        return _Writer(space, picked).line(held, momentary)
+        return _TimelineWriter(space, picked).line(held, momentary)
 
     @property
     def names(self) -> list[str]:
@@ -328,7 +328,7 @@ class _Forward:
         return _Forward(tuple(line.made_by), tuple(read), times, backward, tuple(line.fixed.tolist()))
 
 
-class _Writer:
+class _TimelineWriter:
     """Builds the timeline of one plan, with every conversion once, before the op that first takes its result."""
 
     def __init__(self, space: Space, picked: Sequence[int]) -> None:

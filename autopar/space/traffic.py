@@ -18,7 +18,7 @@ import torch.fx as fx
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.kernels import backend, groups
 from autopar.kernels.family import Family
-from autopar.kernels.patterns import Found, readers
+from autopar.kernels.patterns import Match, readers
 from autopar.ops.entry import Line, facts_of
 from autopar.space.saved import kept_by
 from autopar.space.setting import Setting
@@ -123,8 +123,8 @@ def relieved_of(graph: Graph, setting: Setting) -> frozenset[fx.Node]:
     return frozenset(family.product(found) for family, found in _found(graph, setting) if family.product is not None)
 
 
-def _found(graph: Graph, setting: Setting) -> Iterator[tuple[Family, Found]]:
-    def is_taken(found: Found) -> bool:
+def _found(graph: Graph, setting: Setting) -> Iterator[tuple[Family, Match]]:
+    def is_taken(found: Match) -> bool:
         return info(found.result).key not in setting.apart
 
     for family, found, _ in groups(graph.nodes, setting.kernels, is_taken):
@@ -136,7 +136,7 @@ def held_by_kernels(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
     return groups_of(graph, setting) if backend.is_traced(setting.cluster.device.kernels) else {}
 
 
-def _shares(family: Family, found: Found, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
+def _shares(family: Family, found: Match, kernels: str) -> Iterator[tuple[fx.Node, Group]]:
     inside, results = set(found.nodes), set(found.results)
     needed, seen = _needed(family, found, kernels), set[fx.Node]()
     for op in sorted(inside):
@@ -165,7 +165,7 @@ def _shares(family: Family, found: Found, kernels: str) -> Iterator[tuple[fx.Nod
         )
 
 
-def _needed(family: Family, found: Found, kernels: str) -> set[fx.Node]:
+def _needed(family: Family, found: Match, kernels: str) -> set[fx.Node]:
     """The values that a kernel's backward reads: kept ones, and those from which it recomputes others."""
     if family.keeps is not None:
         return set(map(source_of, family.keeps(found)))

@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar import Precision
 from autopar.certificate import VARIABLE, Certificate, Interface
-from autopar.certificate.calls import Call
+from autopar.certificate.calls import TypedCall
 from autopar.certificate.readings import Wholes, regrouped
 from autopar.certificate.rules import typed
 from autopar.certificate.types import FREE, Refused, Type, axes_of, joined, plain
@@ -247,7 +247,7 @@ def test_a_part_of_a_sum_passes_ops_that_are_linear(op, more, refused):
     firsts = [r[0] if isinstance(r, tuple) else r for r in results]
     assert torch.allclose(firsts[0] + firsts[1], firsts[2]) != refused
     shapes = tuple(tuple(r.shape) for r in (results[0] if isinstance(results[0], tuple) else results[:1]))
-    call = Call((Type(plain(one.shape), sums=frozenset({"tp"})), *more), {}, shapes, frozenset({"tp"}))
+    call = TypedCall((Type(plain(one.shape), sums=frozenset({"tp"})), *more), {}, shapes, frozenset({"tp"}))
     if refused:
         with pytest.raises(Refused):
             typed(op, call)
@@ -262,7 +262,7 @@ def test_a_table_has_own_rows_where_their_places_alone_are_open(places):
     gradient = Type((((8, ()),), ((4, ()),)), open=tp, places=frozenset(places))
     rows = Type((((8, ()),),), open=tp, places=frozenset(places))
     made = typed(
-        torch.ops.aten.embedding_dense_backward.default, Call((gradient, rows, 16, -1, False), {}, ((16, 4),), tp)
+        torch.ops.aten.embedding_dense_backward.default, TypedCall((gradient, rows, 16, -1, False), {}, ((16, 4),), tp)
     )
     assert tuple(axes_of([made.dims[0]])) == places and made.open == tp.difference(places)
 
@@ -315,7 +315,7 @@ def test_of_two_gradients_one_that_is_zero_makes_nothing_zero():
     """The backward of a cell has the gradients of its output and of its state: the other one may be a part of a sum."""
     tp, rows = frozenset({"tp"}), Type(plain((4, 8)))
     gradients = Type(plain((4, 8)), is_zero=True), Type(plain((4, 8)), sums=tp)
-    call = Call((*gradients, rows, rows, Type(plain((4, 32))), True), {}, ((4, 32), (4, 8), (32,)), tp)
+    call = TypedCall((*gradients, rows, rows, Type(plain((4, 32))), True), {}, ((4, 32), (4, 8), (32,)), tp)
     made = typed(torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default, call)
     assert not any(t.is_zero for t in made)
 

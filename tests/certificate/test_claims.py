@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.certificate.calls import RULES, Call
+from autopar.certificate.calls import RULES, TypedCall
 from autopar.certificate.rules import typed
 from autopar.certificate.types import Refused, Type, axes_of, is_free, plain, whole
 from tests.equality.functions import FUNCTIONS
@@ -126,7 +126,7 @@ def wrong(function, leaves, spec, chosen):
         args, kwargs = pytree.tree_unflatten([on_meta(x) for x in local[0]], spec)
         shapes = tuple(tuple(x.shape) for x in pytree.tree_leaves(function(*args, **kwargs)))
         args, kwargs = pytree.tree_unflatten([type_of(x, way) for x, way in zip(local[0], chosen, strict=True)], spec)
-        made = typed(function, Call(args, kwargs, shapes, frozenset({AXIS})))
+        made = typed(function, TypedCall(args, kwargs, shapes, frozenset({AXIS})))
         claims = [c.consistent() for c in pytree.tree_leaves(made, is_leaf=lambda x: isinstance(x, Type)) if c]
         if not any(map(says, claims)):
             return None

@@ -13,7 +13,7 @@ from autopar.bench.__main__ import main
 from autopar.bench.kernels import line
 from autopar.kernels import NAMES, gated, measured, timing
 from autopar.kernels.measured import faster, keep
-from autopar.kernels.timing import Row, Times, measure
+from autopar.kernels.timing import FamilyTimes, Times, measure
 from tests.language import drawn, llama
 
 
@@ -65,7 +65,7 @@ def test_a_new_device_is_measured_once(monkeypatch, tmp_path, capsys):
                 raise RuntimeError("no such instruction")
             for seconds in (1.0, 2.0):  # in two dtypes: the larger decides
                 kernel, ops = Times(seconds / 2, seconds / 2), Times(1.0, 0.5)
-                yield Row(
+                yield FamilyTimes(
                     name, "", (), kernel, ops, Times(), Times(), (0, 0), (0.0, 0.0), 1.0, 0, is_right=name != "rotary"
                 )
 
@@ -95,7 +95,7 @@ def test_a_kernel_is_held_against_what_runs_without_it():
     kernel, never = Times(0.5, 0.5), Times()
 
     def row(ops, compiled, liger):
-        return Row("gated", "", (), kernel, ops, compiled, liger, (1, 1), (1.0, 1.0), 1.0, 0, True)
+        return FamilyTimes("gated", "", (), kernel, ops, compiled, liger, (1, 1), (1.0, 1.0), 1.0, 0, True)
 
     rows = row(Times(1, 1), Times(0.4, 0.5), Times(0.1, 0.1)), row(Times(2, 2), never, never)
     assert timing.least_gains(rows) == {"gated": 2.0, "gated compiled": 0.9}
@@ -123,7 +123,7 @@ def test_liger_is_timed_beside_where_it_is_installed(monkeypatch):
     assert 0 < times.forward < 1 and 0 < times.backward < 1
     wrong = timing._times_of(timing._of_liger("layer_norm"), [gate, up, up], [1e-5], [], "cpu")
     assert wrong.both == float("inf")
-    row = Row(
+    row = FamilyTimes(
         "gated", "", (), Times(1.0, 1.0), Times(1.0, 2.0), Times(), Times(0.25, 0.75), (2, 1), (0.5, 0.3), 4.0, 0, True
     )
     assert row.gain == 0.5 and row.shares == (0.5, 0.25) and row.of_copies == (0.5, 0.3)

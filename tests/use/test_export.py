@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Assume
 from autopar.cli import main
-from autopar.commands.exporting import Told
+from autopar.commands.exporting import Exported
 from autopar.letters import BadPlan
 from tests.language import drawn, llama
 
@@ -114,4 +114,4 @@ def test_two_tensor_axes_are_a_letter(tmp_path):
         for name, d in plan.decisions.items()
     }
     with pytest.raises(BadPlan, match="cuts weights along 2 axes"):
-        Told.of(replace(plan, decisions=both))
+        Exported.of(replace(plan, decisions=both))
