@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.space.lookup import Flows, Tables, Taken
+from autopar.space.lookup import FlowIndices, Tables, Taken
 from autopar.space.memory import Memory, Piece
 from autopar.space.space import Space
 from autopar.space.timeline import Momentary
@@ -81,7 +81,7 @@ class Points:
             key = (w.times, *(id(t) for _, t in (*w.communication, *w.compute)))
             self.kind_of.append(kinds.setdefault(key, len(kinds)))
         self.kinds = len(kinds)
-        self.flows = Flows(space)
+        self.flows = FlowIndices(space)
         self.seconds = Tables(
             ((i, s.seconds) for i, s in enumerate(space.sites)),
             ((k, e.seconds) for k, e in enumerate(space.edges)),

@@ -26,7 +26,7 @@ class Taken:
     arrives: np.ndarray
 
 
-class Flows:
+class FlowIndices:
     """The indices of what leaves and arrives on every edge, by the choices at its ends."""
 
     def __init__(self, space: Space) -> None:

@@ -53,7 +53,7 @@ class Draft:
         return np.ones(len(self.site.choices), bool) if self.keep is None else self.keep
 
 
-class Policy(NamedTuple):
+class StoragePolicy(NamedTuple):
     """How a parameter that is cut moves."""
 
     regathered: bool  # whether its gathered copy is dropped, and made again in backward
@@ -135,7 +135,7 @@ class SiteBuilder:
     def _new_policies(self, site: Site, type_: TensorType) -> Site:
         gathers = (False, True) if self.setting.regather else (False,)
         reductions = (False, True) if self.setting.passes > 1 and type_.requires_grad else (False,)
-        first, *others = [Policy(again, each) for again in gathers for each in reductions]
+        first, *others = [StoragePolicy(again, each) for again in gathers for each in reductions]
         cut = [i for i, is_cut in enumerate(site.is_cut()) if is_cut]
         places = [*range(len(site.choices)), *(cut * len(others))]
         marks = [first] * len(site.choices) + [policy for policy in others for _ in cut]

@@ -100,10 +100,10 @@ class Group:
 
     def kept(self, op: fx.Node) -> list[fx.Node]:
         """Values kept for backward at this op: operands that its kernel's backward reads, maybe its result."""
-        return [n for n in op.all_input_nodes if source_of(n) in self.needed] + ([op] if self.is_kept else [])
+        return [n for n in op.all_input_nodes if behind_fan_outs(n) in self.needed] + ([op] if self.is_kept else [])
 
     def traffic(self, given: Sequence[fx.Node]) -> Traffic:
-        sources = [source_of(n) for n in given]
+        sources = [behind_fan_outs(n) for n in given]
         first = [k for k, n in enumerate(sources) if n in self.enters and n not in sources[:k]]
         written, read = self.leaves
         forward = [(k, 1.0) for k in first] + [(len(given), written)]
@@ -140,7 +140,7 @@ def _shares(family: Family, found: Match, kernels: str) -> Iterator[tuple[fx.Nod
     inside, results = set(found.nodes), set(found.results)
     needed, seen = _needed(family, found, kernels), set[fx.Node]()
     for op in sorted(inside):
-        enters = {source_of(n) for n in op.all_input_nodes} - inside - seen
+        enters = {behind_fan_outs(n) for n in op.all_input_nodes} - inside - seen
         seen |= enters
         written = {n for n in enters if type_of(n).requires_grad}
         if op_name(op) == "add" and op is found.result:  # the gradient that comes is that of its operands
@@ -160,7 +160,7 @@ def _shares(family: Family, found: Match, kernels: str) -> Iterator[tuple[fx.Nod
                 is_last=op is found.result,
                 is_kept=op in results and op in needed,
                 is_inner=op not in results,
-                over=source_of(found[family.over]) if family.over else None,
+                over=behind_fan_outs(found[family.over]) if family.over else None,
             ),
         )
 
@@ -168,18 +168,18 @@ def _shares(family: Family, found: Match, kernels: str) -> Iterator[tuple[fx.Nod
 def _needed(family: Family, found: Match, kernels: str) -> set[fx.Node]:
     """The values that a kernel's backward reads: kept ones, and those from which it recomputes others."""
     if family.keeps is not None:
-        return set(map(source_of, family.keeps(found)))
+        return set(map(behind_fan_outs, family.keeps(found)))
     needed = set[fx.Node]()
     for op in sorted(found.nodes, reverse=True):
         values, makes = kept_by(op, kernels)
         makes = 0 if info(op).random >= 0 else makes  # a mask by position is made again
         if makes or (op in needed and op not in found.results[:-1]):
             values = [*values, *op.all_input_nodes]
-        needed.update(map(source_of, values))
+        needed.update(map(behind_fan_outs, values))
     return needed
 
 
-def source_of(node: fx.Node) -> fx.Node:
+def behind_fan_outs(node: fx.Node) -> fx.Node:
     """The value behind a chain of identities (fan-outs)."""
     while info(node).kind == "op" and op_name(node) == "identity":
         node = node.kwargs["input"]
