@@ -24,7 +24,7 @@ from autopar.module.runner import How, Setup
 from autopar.module.situation import Sight
 from autopar.module.state import ModelState, Replan
 from autopar.module.values import Source, store
-from autopar.module.waiting import let_optimizers_forget
+from autopar.module.waiting import let_optimizers_know
 from autopar.module.whole_tensors import read_and_write_as_whole
 from autopar.module.wrapper_guards import watch_parts, watch_what_stands_around
 from autopar.runtime.agreement import agree
@@ -96,7 +96,7 @@ def _patch() -> None:
     let_anomalies_be_looked_for()
     watch_what_stands_around()
     read_and_write_as_whole()
-    let_optimizers_forget()
+    let_optimizers_know()
 
 
 def _class_of(cls: type[nn.Module]) -> type[nn.Module]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autopar.graph.graph import info
 from autopar.graph.tensor_form import TensorForm
 from autopar.letters import NotServed
+from autopar.module.waiting import has_hooks
 from autopar.runtime.faults import naming_the_lacking, naming_the_lost
 from autopar.runtime.private import let_go
 
@@ -29,7 +30,7 @@ class EmittedStep(torch.autograd.Function):
             results = runner.results(given)
         count = runner.outputs
         ctx.runner = runner
-        ctx.waits = runner.waiting.on
+        ctx.waits = runner.waiting.on and not any(map(has_hooks, primals))
         ctx.spread = [isinstance(p, DTensor) for p in primals]
         ctx.kept = [(i, primals[i], primals[i]._version) for i in runner.primals.kept]
         ctx.save_for_backward(*results[count:])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from autopar.letters import NotServed
 from autopar.module.storage import Storage
-from autopar.runtime.patches import after_zero_grad
+from autopar.runtime.owned_meshes import is_ours
+from autopar.runtime.patches import after_zero_grad, before_steps, replace_property
 
 if TYPE_CHECKING:
     from autopar.module.runner import Runner
@@ -56,6 +58,20 @@ class Waiting:
         """Reduced sums of what waits in a program, which waits no longer."""
         return runner.settlement.settle(self.of.pop(runner))
 
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """The names of those of these parameters for which something waits."""
+        model = self.model()
+        if not self.of or model is None:
+            return []
+        ids = {id(p) for p in parameters}
+        theirs = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
+        return [
+            name
+            for runner, totals in self.of.items()
+            for name, total in zip(runner.settlement.names, totals, strict=True)
+            if total is not None and name in theirs
+        ]
+
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Drop what waits for these parameters."""
         model = self.model()
@@ -80,6 +96,29 @@ def _forget(parameters: list[Tensor]) -> None:
 _ALL: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
 
-def let_optimizers_forget() -> None:
-    """Let an optimizer's `zero_grad()` also drop what waits for its parameters; torch has no hook for it."""
+def let_optimizers_know() -> None:
+    """Let `zero_grad()` and `p.grad = None` also drop what waits, and refuse steps before it has arrived."""
     after_zero_grad(_forget)
+    before_steps(_refuse_step)
+    replace_property("grad", _set_grad)
+
+
+def _set_grad(parameter: Tensor, value: Tensor | None, theirs: Callable[[Any], None]) -> None:
+    theirs(value)
+    if value is None and is_ours(parameter):
+        _forget([parameter])
+
+
+def _refuse_step(parameters: list[Tensor]) -> None:
+    """Raise where gradients of these parameters wait: a step would go without them."""
+    for waiting in tuple(_ALL):
+        if names := waiting.names_of(parameters):
+            raise NotServed(
+                f"optimizer.step() while gradients of micro-batches under no_sync() wait, of {names[0]} for one",
+                advice="the last micro-batch before a step outside of model.no_sync(): its backward reduces all",
+            )
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks look at a parameter's gradient, so that it cannot wait."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

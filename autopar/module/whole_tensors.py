@@ -4,6 +4,7 @@
     p[9].zero_()              torch gives a copy of a row where the dim is cut: what is written to it is written to p
     p[9] = 0                  written to the part of each rank
     p.copy_(x), p.data = x    x may be whole: each rank takes its part
+    loss + 0.1 * p.norm()     a plain number beside one of a parameter is one that all ranks have
 
 Each of these may communicate, so all ranks must run the same lines: a rank that runs one alone gets a letter after a
 timeout.
@@ -27,8 +28,16 @@ from autopar.module.checkpoint import whole
 from autopar.module.storage import Storage
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.owned_meshes import is_ours
-from autopar.runtime.patches import answer_draws, answer_reads, begin_as_whole, replace_methods, replace_property
-from autopar.runtime.private import like_part, local_part, without_subclass_functions
+from autopar.runtime.patches import (
+    answer_draws,
+    answer_reads,
+    before_adding_to_plain,
+    begin_as_whole,
+    replace_methods,
+    replace_property,
+)
+from autopar.runtime.pending_norms import let_norms_be_summed
+from autopar.runtime.private import hold_part, like_part, local_part, without_subclass_functions
 
 _READS = ("numpy", "tolist", "__array__", "__format__")
 _VIEWS = tuple(
@@ -52,7 +61,9 @@ _WRITES = tuple(
 _OPERATORS = tuple(
     f"__{name}__"
     for name in "eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv pow matmul and or xor".split()
-)
+) + tuple("add sub mul div".split())
+_SHIFTS = ("add", "radd", "sub", "rsub")  # of a sum, not of each of its parts
+_IN_PLACE = tuple(f"__i{name}__" for name in "add sub mul truediv".split()) + tuple("add_ sub_ mul_ div_".split())
 _ABOUT = frozenset("dim size stride numel element_size is_floating_point is_complex storage_offset __len__".split())
 _PIECE = "_autopar_piece"
 _NOT_OF_DTENSOR = (torch.OutOfMemoryError, dist.DistError)  # errors that do not say that DTensor lacks an op
@@ -68,6 +79,7 @@ class _Piece:
 
 def read_and_write_as_whole() -> None:
     """Patch DTensor so that those of parallel models are read and written as whole tensors."""
+    let_norms_be_summed()
     answer_reads(_number)
     answer_draws(_drawn_like)
     replace_methods(_READS, _read)
@@ -75,6 +87,7 @@ def read_and_write_as_whole() -> None:
     replace_methods(_COMPUTED, _computed)
     replace_methods(_WRITES, _written)
     replace_methods(_OPERATORS, _met)
+    before_adding_to_plain(_IN_PLACE, _as_plain)
     replace_methods(("full_tensor", "to_local"), _up_to_date)
     replace_methods(("__setitem__",), lambda name, theirs: _set_item)
     replace_property("data", _set_data)
@@ -212,8 +225,7 @@ def _of_the_whole(name: str, tensor: DTensor, args: Sequence[Any], how: Mapping[
     if is_beside_a_plain_one:
         return made
     mesh = tensor.device_mesh
-    copies = [Replicate()] * mesh.ndim
-    return pytree.tree_map_only(Tensor, lambda x: DTensor.from_local(x, mesh, copies, run_check=False), made)
+    return pytree.tree_map_only(Tensor, lambda x: _as_copies(x, mesh), made)
 
 
 def _written(name: str, theirs: Any) -> Any:
@@ -250,13 +262,35 @@ def _written(name: str, theirs: Any) -> Any:
 
 
 def _met(name: str, theirs: Any) -> Any:
-    """A binary operator, with advice where the other operand is a plain tensor."""
+    """A binary operator: a plain number is one that all ranks have, and a larger plain tensor a letter.
 
-    def meet(self: DTensor, *args: Any) -> Any:
+    DTensor takes plain numbers, too, but hands back gradients that are DTensors. It adds a number to each part of a
+    pending sum where it has met a tensor of no dims before: the sum is made first.
+    """
+
+    def meet(self: DTensor, *args: Any, **how: Any) -> Any:
+        if args and not isinstance(args[0], DTensor) and is_ours(self):
+            if _is_plain(args[0]) and not args[0].dim():
+                args = (_as_copies(args[0].to(self.device), self.device_mesh), *args[1:])
+            if name.strip("_") in _SHIFTS and any(p.is_partial() for p in self.placements):
+                self = self.redistribute(placements=[Replicate() if p.is_partial() else p for p in self.placements])
         with _naming_a_plain_one(name, self, 'outputs="full", for an output; x.full_tensor() on all ranks'):
-            return theirs(self, *args)
+            return theirs(self, *args, **how)
 
     return meet
+
+
+def _as_copies(plain: Tensor, mesh: Any) -> DTensor:
+    """A plain tensor that all ranks have as a DTensor, through which gradients come back plain."""
+    return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _as_plain(value: Any) -> Any:
+    """A number of a parallel model as a plain one, which is added to a plain tensor in place: `loss += p.norm()`."""
+    if not isinstance(value, DTensor) or value.dim() or not is_ours(value):
+        return value
+    with naming_the_lost("a number of a parameter, a gradient or an output, which all ranks read"):
+        return value.full_tensor()
 
 
 @contextlib.contextmanager
@@ -285,15 +319,19 @@ def _set_item(self: DTensor, index: Any, value: Any) -> None:
 
 
 def _set_data(tensor: DTensor, value: Any, theirs: Callable[[Any], None]) -> None:
-    """Write to `tensor.data` in place; rebinding it, as torch does, would leave the program the old part."""
+    """Set `tensor.data`: the tensor holds another part from here on, and what held the old one keeps it.
+
+    torch's own setter leaves a DTensor the part that it has.
+    """
     alike = isinstance(value, Tensor) and _kind(value) == _kind(tensor)
     if not is_ours(tensor) or not alike:
         theirs(value)
-    elif isinstance(value, DTensor) and value.placements == tensor.placements:
-        with torch.no_grad():
-            local_part(tensor).copy_(local_part(value))
-    else:
+    elif _piece_of(tensor) is not None or any(p.is_partial() for p in tensor.placements):
         store(tensor, _in_full(value))
+    elif isinstance(value, DTensor) and value.placements == tensor.placements and _piece_of(value) is None:
+        hold_part(tensor, local_part(value))
+    else:
+        hold_part(tensor, Storage.like(tensor).take(_in_full(value), False).to_local())
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -4,12 +4,14 @@
     DTensor's handler of GradScaler's op    all ranks skip a step together, or none                 standing
     DTensor's handler of _is_any_true       detect_anomaly checks gradients that are DTensors       standing
     DTensor's handler of item(), methods    reads of a part, and writes to one, are reads of, and   standing
-      that read, view and write, data         writes to, the whole tensor
+      that read, view and write, data,        writes to, the whole tensor
+      methods of Tensor that add in place
     DTensor.__create_write_items__, ...     checkpoints of dims that are cut by blocks              standing
     DTensor.__reduce_ex__                   pickling one rank's part is an error                    standing
     DDP.__init__, FSDP.__init__,            a wrapper around a parallel model is an error           standing
       fully_shard's look at parameters
-    Optimizer.zero_grad                     gradients that wait are dropped with the others         standing
+    Optimizer.zero_grad, p.grad = None      gradients that wait are dropped with the others         standing
+    a hook before Optimizer.step            a step while gradients wait is an error                 standing
     nn.Module.__getattribute__              reads of modules are noted: what a model's forward      while a thread
       and attributes of settings              does not read cannot matter to it                       captures a model
     nn.init.eye_, nn.init.orthogonal_, ...  they take no DTensors                                   standing
@@ -45,6 +47,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributions.gamma import Gamma
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.runtime.owned_meshes import is_ours
 
@@ -90,7 +93,7 @@ class Patches:
     """Patches that begin and end together, each applied once."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[int, Any], Patch] = {}
+        self.known: dict[tuple[int, Any], Patch | StepHook] = {}
 
     def put(self, owner: Any, name: Any, make: Callable[[Any], Any]) -> None:
         """Patch it, unless that is done already."""
@@ -126,7 +129,7 @@ def skip_together() -> None:
 
         return ours
 
-    STANDING.put(_handlers(), torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, make)
+    STANDING.put(handlers(), torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, make)
 
 
 def let_anomalies_be_looked_for() -> None:
@@ -145,10 +148,10 @@ def let_anomalies_be_looked_for() -> None:
 
         return ours
 
-    STANDING.put(_handlers(), torch.ops.aten._is_any_true.default, make)
+    STANDING.put(handlers(), torch.ops.aten._is_any_true.default, make)
 
 
-def _handlers() -> dict[Any, Any]:
+def handlers() -> dict[Any, Any]:
     """The table of ops that DTensor passes to handlers of their own."""
     return DTensor._op_dispatcher._custom_op_handlers
 
@@ -169,6 +172,23 @@ def after_zero_grad(forget: Callable[[list[Tensor]], None]) -> None:
     STANDING.put(torch.optim.Optimizer, "zero_grad", make)
 
 
+class StepHook:
+    """A hook that torch calls before each step of any optimizer, put back as a patch is."""
+
+    def __init__(self, look: Callable[[list[Tensor]], None]) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if is_ours(p)]
+            if parameters:
+                look(parameters)
+
+        self.undo = register_optimizer_step_pre_hook(before).remove
+
+
+def before_steps(look: Callable[[list[Tensor]], None]) -> None:
+    """Call `look` with the parameters of parallel models that an optimizer is about to step."""
+    STANDING.known.setdefault((0, "step"), StepHook(look))
+
+
 # -- reads and writes
 
 
@@ -183,7 +203,7 @@ def answer_reads(number: Callable[[DTensor], Any]) -> None:
 
         return ours
 
-    STANDING.put(_handlers(), torch.ops.aten._local_scalar_dense.default, make)
+    STANDING.put(handlers(), torch.ops.aten._local_scalar_dense.default, make)
 
 
 _DRAWS_LIKE: dict[Any, Callable[..., Tensor]] = {  # ops by which others draw the same on a tensor that is made first
@@ -208,7 +228,7 @@ def answer_draws(draw: Callable[..., Tensor]) -> None:
 
             return ours
 
-        STANDING.put(_handlers(), op, make)
+        STANDING.put(handlers(), op, make)
 
 
 def replace_methods(names: Iterable[str], make: Callable[[str, Any], Any]) -> None:
@@ -219,6 +239,22 @@ def replace_methods(names: Iterable[str], make: Callable[[str, Any], Any]) -> No
             return functools.wraps(theirs)(make(name, theirs))
 
         STANDING.put(DTensor, name, made)
+
+
+def before_adding_to_plain(names: Iterable[str], as_plain: Callable[[Any], Any]) -> None:
+    """Let `as_plain` turn the operand of a plain tensor's method that writes in place, where it is a DTensor."""
+    for name in names:
+
+        def make(theirs: Any) -> Any:
+            @functools.wraps(theirs)
+            def ours(self: Tensor, other: Any, *args: Any, **how: Any) -> Any:
+                if isinstance(other, DTensor) and not isinstance(self, DTensor):
+                    other = as_plain(other)
+                return theirs(self, other, *args, **how)
+
+            return ours
+
+        STANDING.put(Tensor, name, make)
 
 
 def begin_as_whole(is_asked: Callable[[Tensor], bool], begin: Callable[..., Any]) -> None:

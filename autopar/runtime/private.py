@@ -151,6 +151,13 @@ def local_part(tensor: Any) -> torch.Tensor:
     return local
 
 
+def hold_part(tensor: Any, local: torch.Tensor, like: Any = None) -> None:
+    """Let a DTensor hold another local part, which lies as that of another one."""
+    tensor._local_tensor = local
+    if like is not None:
+        tensor._spec = like._spec
+
+
 def like_part(local: torch.Tensor, other: DTensor) -> DTensor:
     """A local part as a DTensor with the layout of another one of the same dtype; without autograd."""
     made: DTensor = DTensor(local, other._spec, requires_grad=False)  # torch's own constructor

@@ -13,6 +13,7 @@ import autopar
 from autopar import DeviceMesh, Precision
 from autopar.codegen.halves import COLLECTIVES
 from autopar.codegen.lower import lower
+from autopar.letters import NotServed
 from autopar.request import Request
 from autopar.runtime.collectives import PACK, STEPS
 from autopar.search import plan_of
@@ -172,7 +173,7 @@ def test_what_only_an_earlier_micro_batch_reached_has_its_gradient():
         )
         with mine.no_sync():
             mine(x, True).backward()
-        torch.optim.SGD([mine.a.weight], 0.1).zero_grad()
+        torch.optim.SGD([mine.head.weight], 0.1).zero_grad()
         mine(x, False).backward()
         return {n: None if p.grad is None else whole(p.grad) for n, p in mine.named_parameters()}
 
@@ -220,3 +221,52 @@ def test_waiting_gradients_keep_the_dtype_of_storage():
     (2 * own(**batch)).backward()
     for gradients in on_threads(2, body):
         assert all((gradients[n] - p.grad).norm() <= 0.05 * p.grad.norm() + 1e-6 for n, p in own.named_parameters())
+
+
+def test_a_step_while_gradients_wait_is_refused():
+    model, batch = mlp_case()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="zero3")
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.05)
+        with mine.no_sync():
+            mine(**batch).backward()
+        with pytest.raises(NotServed, match="while gradients of micro-batches"):
+            optimizer.step()
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]).step()  # of nobody's parameters
+        optimizer.zero_grad()
+        mine(**batch).backward()
+        optimizer.step()
+        return whole(mine.head.weight).detach()
+
+    for found in on_threads(2, body):
+        expected = copy.deepcopy(model)
+        expected(**batch).backward()
+        torch.optim.SGD(expected.parameters(), lr=0.05).step()
+        torch.testing.assert_close(found, expected.head.weight.detach())
+
+
+def test_hooks_see_gradients_under_no_sync_and_none_forgets_what_waits():
+    model, batch = mlp_case()
+
+    def train(mine, quietly):
+        seen = []
+        with quietly():
+            mine(**batch).backward()
+        for p in mine.parameters():
+            p.grad = None  # a micro-batch is left out
+        hook = mine.head.weight.register_hook(lambda g: 2 * g)
+        late = mine.head.bias.register_post_accumulate_grad_hook(lambda p: seen.append(whole(p.grad).norm()))
+        with quietly():
+            mine(**batch).backward()
+        mine(**batch).backward()
+        hook.remove(), late.remove()
+        return {"gradient": whole(mine.head.weight.grad), "seen": torch.stack(seen)}
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="zero3")
+        return train(mine, mine.no_sync)
+
+    expected = train(copy.deepcopy(model), contextlib.nullcontext)
+    for found in on_threads(2, body):
+        Equality.in_float64("hooks", found, expected, 1e-9).check()

@@ -229,6 +229,70 @@ def a_row_that_trains(m):
 
 
 @line
+def exponential_means_stand_in(m):
+    """The textbook's class: weights are swapped for their means and back."""
+    means = {n: 0.5 * p.data for n, p in m.named_parameters()}
+    held, kept = m.l.weight.detach(), {}
+    for n, p in m.named_parameters():
+        kept[n], p.data = p.data, means[n]
+    seen = m.l.weight.detach().clone()
+    for n, p in m.named_parameters():
+        p.data = kept[n]
+    m.e.weight.data, m.other = m.e.weight.data.flip(0), m.e.weight.data
+    return torch.cat([seen, held, m.l.weight.detach(), m.e.weight.detach(), m.other])
+
+
+def of_a_loss(m, loss):
+    """The gradients of a loss that is made of parameters, in the place of the model's own."""
+    m.zero_grad()
+    loss.backward()
+    return torch.cat([whole(p.grad).flatten() for p in m.parameters() if p.grad is not None])
+
+
+@line
+def penalties_beside_a_plain_loss(m):
+    scale = torch.full((), 2.0, dtype=torch.float64, requires_grad=True)  # a leaf outside, as a loss made of outputs
+    loss = scale.exp() + 1e-3 * sum(p.square().sum() for p in m.parameters())
+    loss = 0.5 * loss + scale.cos() * m.l.weight.norm() - scale
+    loss = loss.add(scale * 3)
+    found = of_a_loss(m, loss)
+    assert not isinstance(scale.grad, DTensor)
+    return torch.cat([found, scale.grad[None], whole(loss.detach())[None]])
+
+
+@line
+def penalties_added_in_place(m):
+    loss = torch.full((), 3.0, dtype=torch.float64, requires_grad=True).sin()
+    for p in m.parameters():
+        loss += 0.1 * p.abs().sum()
+    loss *= m.l.bias.sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for p in m.parameters():
+        total += p.grad.norm() ** 2
+        total.add_(p.grad.sum(), alpha=0.5)
+    return torch.cat([of_a_loss(m, loss), total[None]])
+
+
+@line
+def numbers_beside_pending_sums(m):
+    w = m.l.weight
+    first = w.square().sum() - torch.tensor(3)
+    rows = w.sum(0) - torch.tensor(0.5, dtype=torch.float64)
+    loss = first * (w.sum() - 1) + (rows * (w.sum(0) - 0.5)).relu().sum() + (2 - w.sum()) * 3
+    return of_a_loss(m, loss + m.e.weight.sum())
+
+
+@line
+def norms_that_are_summed(m):
+    w, e = m.l.weight, m.e.weight
+    lists = torch.stack([w.norm(), e.norm()]).sum() + torch.stack(torch._foreach_norm([w, e])).sum()
+    loss = w.norm(dim=0).sum() ** 2 + e.norm(3, dim=0).sum() * torch.linalg.vector_norm(e, dim=1).sum() + lists
+    signs = torch.stack([w.norm(), e.norm() - w.norm(), -loss.detach()])
+    read = torch.tensor(signs.tolist(), dtype=torch.float64) * w.norm(dim=0).nansum().item()
+    return torch.cat([of_a_loss(m, loss), read])
+
+
+@line
 @torch.no_grad()
 def chosen_numbers(m):
     p, down = m.e.weight, torch.arange(9, -1, -1)
