@@ -173,7 +173,7 @@ def test_what_only_an_earlier_micro_batch_reached_has_its_gradient():
         )
         with mine.no_sync():
             mine(x, True).backward()
-        torch.optim.SGD([mine.head.weight], 0.1).zero_grad()
+        torch.optim.SGD([mine.a.weight], 0.1).zero_grad()
         mine(x, False).backward()
         return {n: None if p.grad is None else whole(p.grad) for n, p in mine.named_parameters()}
 
