@@ -77,6 +77,11 @@ def models() -> dict[str, tuple[Any, Any, Any]]:
                 4096,
                 padded,
             ),
+            "ResNet-50, images of 224": (
+                transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000)).train(),
+                {"pixel_values": torch.zeros(256, 3, 224, 224), "labels": torch.zeros(256, dtype=torch.long)},
+                None,
+            ),
         }
 
 

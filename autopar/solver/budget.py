@@ -103,6 +103,11 @@ class Budgeted:
         found = minimise(self.priced(prices, of_time, exposed), tries=1, is_rough=is_rough)
         return self.point(found.picked), found.bound
 
+    def closest(self, prices: Prices) -> Point:
+        """The plan of least priced cost that many agreements of split variables lead to."""
+        found = minimise(self.priced(prices.of_bytes, exposed=prices.exposed), is_rough=self.is_large)
+        return self.point(found.picked)
+
     def priced(
         self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None
     ) -> Problem:

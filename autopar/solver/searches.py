@@ -2,6 +2,7 @@
 
     exact search       by elimination, where no window couples choices
     prices             of bytes and of exposed communication, which give a bound and plans
+    agreements         of variables that had to be split, in more ways, where plan and bound are far apart
     between plans      layers that do the same, and plans that are spliced, out of those that prices led to
     smaller budgets    whose plans fit too
     whole program      an integer program over all choices of a space that is small
@@ -32,6 +33,7 @@ from autopar.solver.ties import settled
 from autopar.space.space import Space
 
 _CLOSED, _NEARLY = 1e-9, 1e-3  # a gap that is rounding; and one that a larger integer program is not worth
+_WIDE = 0.01  # a gap from which on split variables are made one in more ways
 _FAR, _LESS = 0.05, (0.94, 0.88, 0.8)  # a gap from which on plans of smaller budgets are looked at, and which
 _SMALL, _SMALL_WITH_ROWS = 20_000, 4_000  # flow pairs that an integer program is given; memory rows make it hard
 
@@ -116,6 +118,26 @@ class PriceSearch:
         if outcome.hopeless and not task.recomputes:
             raise over_budget(task)
         return replace(found, best=outcome.best, bound=max(found.bound, outcome.bound), outcome=outcome)
+
+
+class Agreements:
+    """A better plan at the prices of the bound: variables that were split there are made one in more ways."""
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        return found.outcome is not None and task.has_time and found.is_open(max(task.gap, _WIDE))
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        assert found.outcome is not None
+        point = task.counted.closest(found.outcome.prices)
+        if not math.isfinite(point.seconds):
+            return found
+        outcome = replace(found.outcome, points=[*found.outcome.points, point])
+        fits = point.peak <= task.budget and (found.best is None or point.seconds < found.best.seconds)
+        return (
+            replace(found, best=point, outcome=replace(outcome, best=point))
+            if fits
+            else replace(found, outcome=outcome)
+        )
 
 
 class BetweenPlans:
@@ -214,6 +236,7 @@ class SmallestPlan:
 SEARCHES: tuple[Search, ...] = (
     ExactSearch(),
     PriceSearch(),
+    Agreements(),
     BetweenPlans(),
     SmallerBudgets(),
     WholeProgram(),

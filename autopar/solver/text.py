@@ -41,6 +41,7 @@ _SETTINGS = (
     "budget",
 )
 _AS_FAST = 1e-9  # seconds by which a rival is no slower
+_OPEN = 1e-3  # a gap from which on better plans may be unknown
 _GLOSSARY = [
     "R          whole on every device of the axis",
     "S(d)       dim d cut over the axis; blocks=(n, m): each block of it by itself",
@@ -332,10 +333,11 @@ def _rival_lines(plan: Plan, name: str) -> list[str]:
     """Lines about the best other choices of a site, and why they lost."""
     assert plan.search is not None
     free = ", were there no budget" if plan.recomputed else ""  # states of values have no price here
+    best = "the best plan with it" + (" that was found" if plan.gap > _OPEN else "")
     under = " at the prices of the budget" if plan.search.is_priced else free
     lines = []
     for choice, more, own in plan.search.rivals(name):
-        slower = f"the best plan with it takes {time(abs(more))} {'more' if more > 0 else 'less'}{under}"
+        slower = f"{best} takes {time(abs(more))} {'more' if more > 0 else 'less'}{under}"
         why = "as fast" if abs(more) < _AS_FAST else slower
         parts = f"the op itself {signed(own)}, the rest {signed(more - own)}"
         lines.append(f"    rival {_choice(choice, plan.mesh)}: {why}; {parts}")

@@ -60,7 +60,7 @@ def test_patches_stand_once_and_end_together():
 
 def test_after_undo_torch_is_as_it_was(threads):
     def of_torch():
-        handlers = dict(patches._handlers())
+        handlers = dict(patches.handlers())
         methods = [DTensor.__reduce_ex__, DTensor.__create_write_items__, DistributedDataParallel.__init__]
         return handlers, [*methods, torch.optim.Optimizer.zero_grad, nn.Module.__getattribute__, nn.init.orthogonal_]
 
