@@ -26,6 +26,7 @@ class Wholes:
     shapes: Sequence[tuple[int, ...]]
     unknown: frozenset[str]  # axes that may cut any dim
     sizes: Mapping[str, int]  # of all axes
+    inside: Sequence[tuple[int, ...]] = ()  # of all that the op makes of whole operands, as it makes it
 
     def differ_in(self, rank: int) -> bool:
         """Whether there are several whole shapes of this rank.
@@ -38,6 +39,10 @@ class Wholes:
         """Whether these dims may be parts of one of the shapes, in any order of its dims, as ops permute them."""
         shapes = {turned for shape in self.shapes if len(shape) == len(dims) for turned in _turned(shape)}
         return any(all(map(self._has_part, dims, shape)) for shape in shapes)
+
+    def are_made(self, dims: Sequence[Dim]) -> bool:
+        """Whether these dims are parts of a value that the op makes inside."""
+        return any(len(shape) == len(dims) and all(map(self._has_part, dims, shape)) for shape in self.inside)
 
     def have_some(self, dims: Sequence[Dim], places: Sequence[int]) -> bool:
         """Whether the dims at these places may be parts of the dims of one of the shapes at the same places."""
@@ -177,6 +182,8 @@ def _meant(
     Where none does, a cut of several rows may end the dim before; and a view may be of a value whose shape is not among
     them, such as one of its rows.
     """
+    if made := [dims for dims in found if wholes.are_made(dims)]:
+        return made
     if meant := [dims for dims in found if wholes.have(dims)]:
         return meant
     rows = [atom for atom in atoms if atom[0] != 1]  # what is cut to one row may have been summed: without its dim

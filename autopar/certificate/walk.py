@@ -49,6 +49,7 @@ _FORMS = frozenset(f"aten.{name}" for name in ("_to_copy.default", "clone.defaul
 # ops whose backward is linear in the gradient as a whole, and in no type of its steps: it puts a value and the gradient
 # into one matrix, or takes the logarithm of the gradient's size and puts the sign back behind it
 _LINEAR_AS_A_WHOLE = re.compile(r"(matrix_exp|logcumsumexp)(_\d+)?$")
+_Shapes = tuple[tuple[int, ...], ...]
 _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 
 
@@ -63,8 +64,11 @@ class Interface:
     reduced_in: Mapping[int, torch.dtype]  # and the dtype in which it is summed
     comes_of: Callable[[fx.Node], str]  # the name of the model's op that a node is emitted for, "" for none
     wholes: Mapping[str, Sequence[tuple[int, ...]]]  # the whole shapes of what an op reads and gives
+    # the shapes of all that an op makes inside of whole operands, in its order
+    inside: Callable[[str], tuple[tuple[int, ...], ...]] = lambda _: ()
     # of a constant the part that a device takes is cut; otherwise it is as good a part of any other cut
     cuts_constants: bool = False
+    looks_inside: bool = False  # whether a view is read by the shapes that its op makes inside
 
 
 @dataclass(slots=True)
@@ -97,13 +101,15 @@ def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] 
     """Type the halves of a program, or raise a letter about the node that does not follow.
 
     `ending` belongs to a program that runs in turns: the halves of the part that runs once, on the sums of the turns,
-    and the shardings of its outputs. What does not follow under one reading of constants may under the other.
+    and the shardings of its outputs. What does not follow under one reading of constants and views may under another.
     """
     try:
         return _certified(joint, interface, ending)
     except NotCertified as e:
-        with contextlib.suppress(NotCertified):
-            return _certified(joint, replace(interface, cuts_constants=True), ending)
+        for cuts_constants, looks_inside in ((True, False), (False, True), (True, True)):
+            other = replace(interface, cuts_constants=cuts_constants, looks_inside=looks_inside)
+            with contextlib.suppress(NotCertified):
+                return _certified(joint, other, ending)
         raise e from None
 
 
@@ -269,7 +275,7 @@ class _Walk:
             return self._as_its_body(node, call)
         if str(target) in VIEWS:
             return self._view(target, call, self.interface.comes_of(node))
-        return self._typed(target, call, ())
+        return self._typed(target, call)
 
     def _as_its_body(self, node: fx.Node, call: TypedCall) -> Any:
         """Results of a custom op, typed as those of the ops that it stands for; once for calls that are alike."""
@@ -290,7 +296,8 @@ class _Walk:
         """Type of a view; a doubtful one that undoes an earlier view of its op gets that view's operand type."""
         x = call.args[0]
         leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # what is cut or repeated
-        made: Type = self._typed(target, call, tuple(self.interface.wholes.get(op, ())) if leaves_doubt else ())
+        wholes = tuple(self.interface.wholes.get(op, ())) if leaves_doubt else ()
+        made: Type = self._typed(target, call, wholes, self.interface.inside(op) if self._looks_inside(wholes) else ())
         views = self.found._viewed.setdefault(op, [])
         if made.open == x.open:
             if op:
@@ -299,12 +306,15 @@ class _Walk:
         undone = (before for before, after in views if before.shape == call.shapes[0] and lie_alike(x, after))
         return next((replace(x, dims=before.settled(x.open).dims) for before in undone), made)
 
-    def _typed(self, target: Any, call: TypedCall, wholes: tuple[tuple[int, ...], ...]) -> Any:
+    def _looks_inside(self, wholes: Sequence[Any]) -> bool:
+        return bool(wholes) and self.interface.looks_inside
+
+    def _typed(self, target: Any, call: TypedCall, wholes: _Shapes = (), inside: _Shapes = ()) -> Any:
         """Result of a rule; calls that are alike are typed once."""
-        key = _key((target, call.args, call.kwargs, call.shapes, wholes))
+        key = _key((target, call.args, call.kwargs, call.shapes, wholes, inside))
         if key not in self.found._known:
             if wholes:
-                call = replace(call, wholes=Wholes(wholes, call.args[0].open, self.interface.axes))
+                call = replace(call, wholes=Wholes(wholes, call.args[0].open, self.interface.axes, inside))
             self.found._known[key] = _placed(_consistent(typed(target, call)), call)
         return self.found._known[key]
 

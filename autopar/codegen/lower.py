@@ -14,6 +14,7 @@ from autopar import certificate, kernels
 from autopar.certificate import Certificate, Interface, certify
 from autopar.codegen import local_passes
 from autopar.codegen.halves import Joint
+from autopar.codegen.inner_shapes import InnerShapes
 from autopar.codegen.joint import lower_jointly
 from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
@@ -145,6 +146,7 @@ def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows:
         reduced_in,
         lambda node: node.meta.get(BACK) or node.meta.get(OP, ""),
         wholes,
+        InnerShapes(graph),
     )
 
 
