@@ -201,6 +201,9 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
 
 
 def _described(node: fx.Node) -> str:
+    """A collective as it travels: begun beside others or not, and as one message of one tensor or alone."""
     operands, axis, *numbers = node.args[0].args if node.target in BEGIN.values() else node.args
     values = node.meta["val"] if isinstance(operands, (list, tuple)) else [node.meta["val"]]
-    return f"{node.target.__name__}({', '.join(map(str, numbers[::3]))})@{axis} {[str(v.dtype) for v in values]}"
+    name = node.target.__name__.removeprefix("begin_").removesuffix("_bucket")
+    dims = [dim for given in numbers[::3] for dim in (given if isinstance(given, (list, tuple)) else [given])]
+    return f"{name}({', '.join(map(str, dims))})@{axis} {[str(v.dtype) for v in values]}"

@@ -6,6 +6,7 @@ import ast
 import copy
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from autopar.runtime.collectives import BEGIN, PACK, STEPS
 from autopar.testing import Equality, on_threads
 from autopar.tracer import ColoTracer
 from tests.models import LLAMA_MEGATRON, LLAMA_SEQUENCE, MLP, Llama, eager_links, mlp_case, mlp_pins
+from tests.random_plans import random_plan_of
 from tests.training import whole
 
 TP = autopar.DeviceMesh((4,), ("tp",))
@@ -213,3 +215,33 @@ def test_lowering_for_many_devices_needs_none(fake_world):
     with fake_world(64):
         assert mesh.to_torch("cpu").size() == 64
     assert lower(ColoTracer().trace(model, batch), plan, (7, 7)).joint.outputs == 1
+
+
+class SmallRows(nn.Module):
+    """Rows that some ranks have none of, one by one, beside a row of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(1, 1, 4))
+
+    def forward(self, z):
+        rows = torch.stack([z[:, i] * self.w[i] for i in range(5)], 1)
+        return torch.cat([self.v.expand(z.shape[0], 1, 4), rows], 1).pow(3).mean()
+
+
+def test_ranks_agree_where_a_collective_runs_beside_others_on_some_of_them():
+    """One rank has no work between its begin and its end, and emits it as one step; it travels as before."""
+    torch.manual_seed(0)
+    model, batch = SmallRows().double(), {"z": torch.randn(3, 5, 4, dtype=torch.float64)}
+    graph, mesh = ColoTracer().trace(copy.deepcopy(model), batch), autopar.DeviceMesh((2, 2), ("dp", "tp"))
+    plan = random_plan_of(graph, mesh, np.random.default_rng(102))
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
+        mine(**batch).backward()
+        return whole(mine.w.grad)
+
+    expected = copy.deepcopy(model)
+    expected(**batch).backward()
+    for found in on_threads(4, body):
+        torch.testing.assert_close(found, expected.w.grad, rtol=1e-9, atol=1e-12)

@@ -25,7 +25,7 @@ from autopar.module.storage import Storage
 from autopar.ops import attention as attention_entry
 from autopar.ops.entry import FACTS
 from autopar.runtime import attention, collectives, forms, patches
-from autopar.runtime.collectives import Axis, Message, Pending
+from autopar.runtime.collectives import Axis, Packed, Pending
 from autopar.sharding import strategies
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.notation import parse
@@ -131,7 +131,7 @@ def _as_step(patch: Patch, kind: str, function: Callable) -> None:
     patch.setitem(joint_passes.STEPS, kind, function)
 
 
-def _as_pack(patch: Patch, kind: str, function: Callable[..., Message]) -> None:
+def _as_pack(patch: Patch, kind: str, function: Callable[..., Packed]) -> None:
     patch.setattr(collectives, f"pack_{kind}", function)
     patch.setitem(collectives.PACK, kind, function)
 
@@ -140,7 +140,7 @@ def sums_are_means(patch: Patch) -> None:
     """A sum is divided by the number of devices."""
     begin = collectives.begin_all_reduce
 
-    def mean(message: Message, axis: Axis) -> Pending:
+    def mean(message: Packed, axis: Axis) -> Pending:
         message.flat /= axis.size if message.flat.is_floating_point() else 1
         return begin(message, axis)
 
