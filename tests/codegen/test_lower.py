@@ -225,8 +225,8 @@ class SmallRows(nn.Module):
         self.w, self.v = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(1, 1, 4))
 
     def forward(self, z):
-        rows = torch.stack([z[:, i] * self.w[i] for i in range(5)], 1)
-        return torch.cat([self.v.expand(z.shape[0], 1, 4), rows], 1).pow(3).mean()
+        first = self.v.expand(z.shape[0], 1, 4)
+        return torch.cat([first, torch.stack([z[:, i] * self.w[i] for i in range(5)], 1)], 1).pow(3).mean()
 
 
 def test_ranks_agree_where_a_collective_runs_beside_others_on_some_of_them():
