@@ -46,8 +46,8 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
     """The value of `function` (bool, item, tolist, ...) for this tensor; raises a letter if unknown."""
     node, line = recorder.node(tensor), source()
     is_question = function is Tensor.__bool__
-    if is_question and _asks_a_distribution():
-        recorder.assumptions.add("what torch.distributions is given is valid: its checks of values are not made")
+    if (checks := _who_checks(is_question)) is not None:
+        recorder.assumptions.add(f"what {checks} is given is valid: its checks of values are not made")
         return True
     declared = recorder.assumptions.branch(line) if is_question else None
     if declared is not None:
@@ -91,16 +91,21 @@ def _proved(node: fx.Node, by: set[str], function: Any, declared: Assume) -> Any
         return _compute(node, by, function, declared)
 
 
-def _asks_a_distribution() -> bool:
-    """Whether torch.distributions asks if all values that it was given are valid."""
+def _who_checks(is_question: bool) -> str | None:
+    """The part of torch that asks whether what it was given is valid, if one does."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):  # ours
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename in _CHECKS
+    if frame is None:
+        return None
+    if is_question and frame.f_code.co_filename in _DISTRIBUTIONS:
+        return "torch.distributions"
+    is_check = frame.f_code.co_filename == torch.__file__ and frame.f_code.co_name == "_check_tensor_all_with"
+    return "torch._check_tensor_all" if is_check else None
 
 
 _HERE = str(Path(__file__).parent.parent)
-_CHECKS = frozenset({distribution.__file__, constraints.__file__})
+_DISTRIBUTIONS = frozenset({distribution.__file__, constraints.__file__})
 
 
 def _of_a_draw(node: fx.Node) -> bool | None:

@@ -11,6 +11,8 @@ call, a letter is raised.
 from __future__ import annotations
 
 import contextlib
+import gc
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -88,9 +90,12 @@ class Hooks:
         return found
 
     def refuse_kept(self) -> None:
-        """Raise a letter where a tensor that a hook has seen is still alive after the capture."""
+        """Raise a letter where a tensor that a hook has seen is still alive after the capture.
+
+        One that was written in place may be alive for torch's autograd alone, which nobody can read.
+        """
         for ref, name in self.met:
-            if ref() is not None:
+            if (tensor := ref()) is not None and any(map(_is_no_frame, gc.get_referrers(tensor))):
                 raise NotCaptured(
                     f"a hook ({name}) keeps a tensor, which has no values while a model is captured, and modules "
                     "do not run one by one in the calls after it",
@@ -98,6 +103,10 @@ class Hooks:
                         'what it keeps as an output of the model: (loss, hidden), and outputs="full" to have it whole'
                     ),
                 )
+
+
+def _is_no_frame(holder: Any) -> bool:
+    return not isinstance(holder, types.FrameType)  # which Python before 3.11 finds of the function that looks
 
 
 def _form(leaf: Any) -> Any:

@@ -103,3 +103,40 @@ def test_layer_drop_is_a_letter():
 
     with pytest.raises(NotCaptured, match="random numbers"):
         ColoTracer().trace(Drops(), (torch.randn(2, 4),))
+
+
+def test_checks_of_values_by_torch_are_not_made():
+    """As transformers makes them, for one of the tokens of images in a text."""
+
+    class Checked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e = nn.Embedding(10, 8)
+
+        def forward(self, ids):
+            torch._check_tensor_all(ids < 10, lambda: "no such word")
+            return self.e(ids).sum()
+
+    graph = ColoTracer().trace(Checked(), (torch.randint(0, 10, (4, 6)),))
+    assert any("torch._check_tensor_all" in line for line in graph.assumptions)
+
+
+def test_a_hook_that_keeps_nothing_is_served_beside_a_loss_that_is_added_to_in_place():
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            h = self.a(x)
+            loss = self.b(h.relu()).pow(2).mean()
+            loss += 0.1 * h.pow(2).mean()
+            return loss
+
+    model, seen = Added(), []
+    model.a.register_forward_hook(lambda module, args, out: seen.append(1))
+    ColoTracer().trace(model, (torch.randn(4, 8),))
+    held = model.b.register_forward_hook(lambda module, args, out: seen.append(out))
+    with pytest.raises(NotCaptured, match="keeps a tensor"):
+        ColoTracer().trace(model, (torch.randn(4, 8),))
+    held.remove()
