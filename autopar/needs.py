@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.arguments import RESERVE
+from autopar.arguments import RESERVE, device_count
 from autopar.graph.graph import Graph, info, type_of
 from autopar.graph.layers import innermost_block
 from autopar.letters import Infeasible, Letter
 from autopar.request import Request
 from autopar.sharding.cluster import Cluster
+from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import size
 from autopar.space.saved import bytes_that_stand, saved_bytes
 from autopar.tracer.precision import Precision
@@ -101,8 +102,21 @@ def _ruled_out(letter: Infeasible, request: Request) -> Iterator[str]:
         yield 'recompute="auto", which may drop other values'
 
 
+def _devices_of(request: Request) -> int:
+    """The number of devices that a request is for."""
+    asked = request.mesh
+    if asked is None or isinstance(asked, int):
+        return device_count(asked, request.hardware)
+    return DeviceMesh.of(asked).size
+
+
 def _devices(request: Request, graph: Graph, traced: Callable[[Request], Graph]) -> Iterator[str]:
-    """Advice about how many devices would do, as the request is and with bfloat16."""
+    """Advice about how many more devices would do, as the request is and with bfloat16.
+
+    What a preset or constraints keep whole is not known to the estimate.
+    """
+    if request.parallel is not None or request.constraints:
+        return
     asks: list[tuple[str, dict[str, Any]]] = [("", {})]
     if request.precision is None:
         asks.append(('precision="bf16"', {"precision": Precision("bfloat16", "float32")}))
@@ -113,7 +127,7 @@ def _devices(request: Request, graph: Graph, traced: Callable[[Request], Graph])
             fit = Needs.of(traced(other) if how else graph, other).within(request.budget, request.hardware)
         except Letter:  # a model that does not run so
             continue
-        if fit.devices is not None:
+        if fit.devices is not None and fit.devices > _devices_of(request):
             said.append(f"{fit.devices} devices{f' with {what}' if what else ''} ({size(fit.bytes)} each)")
     if said:
         yield f"an estimate without recompute: {', or '.join(said)}"
