@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import Call, as_call, leaf_names, learn_dataclasses, output_names, without_caches
 from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
-from autopar.letters import NotCaptured
+from autopar.letters import Letter, NotCaptured
 from autopar.runtime.patches import fake_errors_told_once
 from autopar.runtime.private import TRACING, clean_room
 from autopar.tracer.fakes import Fakes, sharing
@@ -187,7 +187,7 @@ def _forward(call: ModelCall) -> Any:
     outputs = call.root(*args, **kwargs)
     if call.loss is None:
         return outputs
-    value = call.loss(outputs, call.kwargs or call.args)
+    value = _loss_of(call.loss, outputs, call.kwargs or call.args)
     if not isinstance(value, Tensor):
         raise NotCaptured(f"loss= returned {value!r}", advice="a tensor that is computed from the outputs")
     if value.numel() != 1:
@@ -197,6 +197,21 @@ def _forward(call: ModelCall) -> Any:
             advice="its mean() or sum()",
         )
     return value, outputs
+
+
+def _loss_of(loss: Callable[..., Any], outputs: Any, inputs: Any) -> Any:
+    """The value of a caller's loss; its errors are letters about it."""
+    try:
+        return loss(outputs, inputs)
+    except Letter:
+        raise
+    except Exception as e:
+        raise NotCaptured(
+            f"loss= raises {type(e).__name__}: {e}",
+            at=defined(loss),
+            advice="a function of the model's outputs and its inputs: loss=lambda out, inputs: "
+            'F.cross_entropy(out, inputs["labels"])',
+        ) from e
 
 
 def unread_by(graph: Graph, root: torch.nn.Module) -> tuple[tuple[str, TensorType], ...]:
