@@ -170,6 +170,18 @@ def repeat_rule(arguments: Mapping[str, Any]) -> Rule | None:
     return parse(f"{operands} -> {' '.join(right)}", linear="x")
 
 
+def as_real(arguments: Mapping[str, Any]) -> Rule:
+    """A dim more, of real and imaginary parts, which stays whole."""
+    letters = " ".join(letters_of(arguments["input"]))
+    return parse(f"{letters} -> {letters} parts!", linear="x")
+
+
+def as_complex(arguments: Mapping[str, Any]) -> Rule:
+    """The last dim has real and imaginary parts, and stays whole."""
+    letters = " ".join(letters_of(arguments["input"])[:-1])
+    return parse(f"{letters} parts! -> {letters}", linear="x")
+
+
 def triangle(arguments: Mapping[str, Any]) -> Rule:
     """The last two dims stay whole, as both say which entries are kept."""
     rank = len(arguments["input"].shape)
@@ -423,6 +435,9 @@ each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="", i
 each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1", rule=diagonal)
 each("diag_embed", "input:T, offset=0, dim1=-2, dim2=-1", rule=diag_embed)
 each("tril triu", "input:T, diagonal=0", rule=triangle, keeps="", reach="triangle")
+
+each("view_as_real", "input:T", rule=as_real, keeps="")
+each("view_as_complex", "input:T", rule=as_complex, keeps="")
 
 # again, and in another order
 op("repeat", repeat, "input:T, repeats", (T.repeat, "input, *repeats"), rule=repeat_rule, keeps="")

@@ -5,6 +5,7 @@
     ctc_loss           torch reads the lengths
     gaussian_nll_loss  torch checks for negative variances, and clamps behind autograd
     linear             with a bias that is not a vector of its columns: a product and a sum
+    repeat_interleave  of a dim by a number: a dim more, which is merged, so that heads stay cut
     lstm, gru, rnn     with dropout between layers: a layer at a time
     Gamma              torch lifts the smallest draws through a detached view
     BatchNorm          with momentum=None: torch reads the number of batches
@@ -188,6 +189,22 @@ def linear_and_sum(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(input, weight) + bias
 
 
+def repeated_in_place(input: Tensor, repeats: int, dim: int, *, output_size: int | None = None) -> Tensor:
+    """repeat_interleave: each row of a dim a few times, one beside the other."""
+    dim %= input.dim()
+    sizes = (*input.shape[: dim + 1], repeats, *input.shape[dim + 1 :])
+    return input.unsqueeze(dim + 1).expand(sizes).flatten(dim, dim + 1)
+
+
+def repeats_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a repeat_interleave repeats the rows of one dim by a number, so that the result is a copy."""
+    given: dict[str, Any] = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    x, repeats, dim = given.get("input"), given.get("repeats"), given.get("dim")
+    if not isinstance(x, Tensor) or not isinstance(repeats, int) or not isinstance(dim, int):
+        return False
+    return repeats > 1 and -x.dim() <= dim < x.dim() and x.shape[dim] > 1
+
+
 def adds_no_vector(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a linear has a bias that is not one number per column."""
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
@@ -216,5 +233,6 @@ RESPELLED: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {
     torch.combinations: (combinations, _always),
     F.gaussian_nll_loss: (gaussian_nll_loss, _always),
     F.linear: (linear_and_sum, adds_no_vector),
+    **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), (repeated_in_place, repeats_rows)),
     **{f: (by_layers(f), drops_between) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }

@@ -536,3 +536,56 @@ def test_the_free_plan_of_convolutions_is_no_slower_than_presets():
         for parallel in (None, "dp", "zero3")
     )
     assert free.gap < 0.03 and all(free.step_time_s <= plan.step_time_s for plan in presets)
+
+
+class GroupedHeads(torch.nn.Module):
+    """Attention in which each key serves two heads of queries, and positions may turn keys as complex numbers."""
+
+    def __init__(self, repeated):
+        super().__init__()
+        self.repeated = repeated
+        self.q, self.k = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 32, bias=False)
+        self.o = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k = self.q(x).view(b, t, 8, 8), self.repeated(self.k(x).view(b, t, 4, 8))
+        out = torch.nn.functional.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, k)))
+        return self.o(out.transpose(1, 2).reshape(b, t, 64)).square().mean()
+
+
+def expanded(k):
+    return k[:, :, :, None].expand(*k.shape[:3], 2, 8).reshape(*k.shape[:2], 8, 8)
+
+
+def repeated(k):
+    return torch.repeat_interleave(k, 2, dim=2)
+
+
+def turned(k):
+    t = k.shape[1]
+    angles = torch.arange(4.0 * t, dtype=k.dtype).view(1, t, 1, 4)
+    pairs = torch.view_as_complex(k.reshape(*k.shape[:3], 4, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(3).repeat_interleave(2, -2)
+
+
+@pytest.mark.parametrize("how", [repeated, turned], ids=lambda f: f.__name__)
+def test_heads_stay_cut_where_keys_are_repeated(how, threads):
+    """As where they are expanded: megatron converts nothing inside of the attention, and it trains the same."""
+    x = torch.randn(4, 6, 64, dtype=torch.float64)
+    model = GroupedHeads(how).double()
+    one, other = (
+        autopar.plan(m, (x,), mesh=4, parallel="megatron", memory_budget="inf")
+        for m in (model, GroupedHeads(expanded).double())
+    )
+    assert len(one.conversions) == len(other.conversions)
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), plan=one)
+        mine(x).backward()
+        return {name: whole(p.grad) for name, p in mine.named_parameters()}
+
+    expected = copy.deepcopy(model)
+    expected(x).backward()
+    for found in threads(4, body):
+        Equality.in_float64(how.__name__, found, {n: p.grad for n, p in expected.named_parameters()}, 1e-9).check()
