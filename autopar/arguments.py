@@ -79,14 +79,14 @@ def check_recompute(policy: Any, known: Collection[str]) -> None:
 
 def check_kinds(solver: Any, strict: Any, loss: Any, assume: Any) -> None:
     """Raise a letter unless each of these arguments is of a type that it may have."""
-    has_loss = loss is None or callable(loss)
-    has_assume = assume is None or isinstance(assume, Assume)
-    if not (isinstance(solver, str) and isinstance(strict, bool) and has_loss and has_assume):
-        raise NotServed(
-            "solver, strict, loss or assume is of another kind than it may be",
-            seen=f"solver={solver!r}, strict={strict!r}, loss={loss!r}, assume={assume!r}",
-            advice='solver="cbc", loss=callable, assume=autopar.Assume(...)',
-        )
+    for name, given, is_right, advice in (
+        ("solver", solver, isinstance(solver, str), 'solver="cbc"'),
+        ("strict", strict, isinstance(strict, bool), "strict=True"),
+        ("loss", loss, loss is None or callable(loss), "loss=a function of the model's outputs and its inputs"),
+        ("assume", assume, assume is None or isinstance(assume, Assume), "assume=autopar.Assume(...)"),
+    ):
+        if not is_right:
+            raise NotServed(f"{name}={given!r} is of another kind than it may be", advice=advice)
 
 
 def optimizer_of(given: Any) -> str | float:

@@ -90,6 +90,7 @@ def read_and_write_as_whole() -> None:
     before_adding_to_plain(_IN_PLACE, _as_plain)
     replace_methods(("full_tensor", "to_local"), _up_to_date)
     replace_methods(("__setitem__",), lambda name, theirs: _set_item)
+    replace_methods(("share_memory_",), _shared_with_nobody)
     replace_property("data", _set_data)
     begin_as_whole(is_ours, _begin)
 
@@ -332,6 +333,19 @@ def _set_data(tensor: DTensor, value: Any, theirs: Callable[[Any], None]) -> Non
         hold_part(tensor, local_part(value))
     else:
         hold_part(tensor, Storage.like(tensor).take(_in_full(value), False).to_local())
+
+
+def _shared_with_nobody(name: str, theirs: Any) -> Any:
+    def share(self: DTensor) -> DTensor:
+        if is_ours(self):
+            raise NotServed(
+                "the memory of a parallel model's tensor is shared with other processes, and it is this rank's part",
+                advice="autopar.gather(model), the plain model, for processes that read it",
+            )
+        shared: DTensor = theirs(self)
+        return shared
+
+    return share
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
