@@ -176,7 +176,9 @@ class StepHook:
     """A hook that torch calls before each step of any optimizer, put back as a patch is."""
 
     def __init__(self, look: Callable[[list[Tensor]], None]) -> None:
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if any(given is not None for given in (*args[1:], *kwargs.values())):
+                return  # a closure has the last backward before the step in it
             parameters = [p for group in optimizer.param_groups for p in group["params"] if is_ours(p)]
             if parameters:
                 look(parameters)
