@@ -107,6 +107,7 @@ class Patches:
 
 
 STANDING = Patches()
+_STEPS = 0, "before steps"
 
 
 # -- gradients
@@ -188,7 +189,8 @@ class StepHook:
 
 def before_steps(look: Callable[[list[Tensor]], None]) -> None:
     """Call `look` with the parameters of parallel models that an optimizer is about to step."""
-    STANDING.known.setdefault((0, "step"), StepHook(look))
+    if _STEPS not in STANDING.known:
+        STANDING.known[_STEPS] = StepHook(look)
 
 
 # -- reads and writes

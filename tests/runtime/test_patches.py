@@ -73,6 +73,22 @@ def test_after_undo_torch_is_as_it_was(threads):
     autopar.autoparallelize(model, BATCH, mesh=1)  # for whoever comes next
 
 
+def test_a_step_is_looked_at_once_however_many_models_there_are(threads):
+    patches.STANDING.undo()
+    model, seen = autopar.autoparallelize(MLP(16, 2), BATCH, mesh=1), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    patches.STANDING.undo()
+    for _ in range(3):
+        patches.before_steps(seen.append)
+    optimizer.step()
+    optimizer.step(lambda: None)  # a closure may have the last backward in it
+    assert len(seen) == 1 and len(seen[0]) == len(list(model.parameters()))
+    patches.STANDING.undo()
+    optimizer.step()
+    assert len(seen) == 1
+    autopar.autoparallelize(MLP(16, 2), BATCH, mesh=1)  # for whoever comes next
+
+
 def test_reads_are_noted_of_the_model_s_own_modules_alone():
     model, other = MLP(16, 2), MLP(16, 2)
     with reads_of(model) as read:
