@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from autopar.letters import BadWeights, NotServed
-from autopar.runtime.patches import answer_checkpoints, logged_from
+from autopar.runtime.brief_patches import logged_from
+from autopar.runtime.patches import answer_checkpoints
 from autopar.runtime.private import StridedShard, local_part
 from autopar.sharding.placement import part
 

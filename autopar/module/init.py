@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from autopar.graph.held import plain_tensors
 from autopar.letters import NotServed
-from autopar.runtime.patches import seen_on_meta
+from autopar.runtime.brief_patches import seen_on_meta
 from autopar.runtime.private import TorchDispatchMode
 from autopar.runtime.random import SECOND, as_normal, as_uniform, bits_at, key_of
 from autopar.runtime.world import all_ranks_hold, from_rank_0

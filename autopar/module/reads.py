@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.runtime.patches import Patch, note_keys, note_reads
+from autopar.runtime.brief_patches import note_keys, note_reads
+from autopar.runtime.patches import Patch
 
 Place = tuple[int, str]  # a module, by its number, and which of its attributes are settings; "" for its own
 Reads = set[tuple[int, str, str]]  # a place, and an attribute of what stands there

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from autopar.graph.calls import Call, as_call, leaf_names, learn_dataclasses, output_names, without_caches
 from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.letters import Letter, NotCaptured
-from autopar.runtime.patches import fake_errors_told_once
+from autopar.runtime.brief_patches import fake_errors_told_once
 from autopar.runtime.private import TRACING, clean_room
 from autopar.tracer.fakes import Fakes, sharing
 from autopar.tracer.functions import FunctionMode

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.ops.entry import SPELLINGS
-from autopar.runtime.patches import OVERRIDE_CHECKS, without_override_checks
+from autopar.runtime.brief_patches import OVERRIDE_CHECKS, without_override_checks
 from autopar.runtime.private import ASSERTIONS, is_transform_active
 from autopar.tracer import branches
 from autopar.tracer.call import name_of

@@ -9,7 +9,7 @@
     TorchScript, torch.compile   run op by op, so that every op is seen
     defaults, garbage collector  torch's default dtype is kept; Python's collector is off
 
-How each is patched and undone is in `runtime/patches.py`; the replacements are here.
+How each is patched and undone is in `runtime/brief_patches.py`; the replacements are here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint as checkpoints
 
-from autopar.runtime import patches
+from autopar.runtime import brief_patches
 from autopar.tracer.respelled import averages_over_all, cumulative_batch_norm, gamma_rsample
 
 if TYPE_CHECKING:
@@ -67,23 +67,23 @@ def captured(recorder: Recorder) -> Iterator[None]:
 def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     yield torch.jit.optimized_execution(False)  # its autodiff would detach what it runs
     yield torch.compiler.set_stance("force_eager")
-    yield patches.function_apply(lambda original: _apply(recorder, original))
-    yield patches.clear_autocast_cache(lambda original: _clearing(recorder, original))
-    yield patches.checkpoint_generator(lambda original: _region(recorder, original))
+    yield brief_patches.function_apply(lambda original: _apply(recorder, original))
+    yield brief_patches.clear_autocast_cache(lambda original: _clearing(recorder, original))
+    yield brief_patches.checkpoint_generator(lambda original: _region(recorder, original))
     if recorder.assumptions.declared.no_padding:
-        yield patches.transformers_look_at_masks()
-    yield patches.transformers_cache_nothing()
+        yield brief_patches.transformers_look_at_masks()
+    yield brief_patches.transformers_cache_nothing()
     what, advice = "seeds or sets torch's generator inside forward", "seeding outside the model"
-    yield patches.seeding(lambda name, original: _refusing(recorder, name, original, what, advice))
-    yield patches.saved_tensors_hooks(
+    yield brief_patches.seeding(lambda name, original: _refusing(recorder, name, original, what, advice))
+    yield brief_patches.saved_tensors_hooks(
         lambda original: _refusing(
             recorder, "saved_tensors_hooks", original, "hooks what autograd saves", "them around the call of the model"
         )
     )
-    yield patches.batch_norm(
+    yield brief_patches.batch_norm(
         lambda original: _while_captured(recorder, original, cumulative_batch_norm, averages_over_all)
     )
-    yield patches.gamma_rsample(lambda original: _while_captured(recorder, original, gamma_rsample))
+    yield brief_patches.gamma_rsample(lambda original: _while_captured(recorder, original, gamma_rsample))
     yield _no_outside_randomness(recorder)
 
 
@@ -169,7 +169,7 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
         return refused
 
     before = _outside_states()
-    with patches.outside_randomness(refusing):
+    with brief_patches.outside_randomness(refusing):
         yield
         if _outside_states() == before:
             return

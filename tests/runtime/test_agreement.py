@@ -236,9 +236,7 @@ def saves_alone(rank, model, batch):
 @pytest.mark.filterwarnings("ignore")
 def test_saving_by_one_rank_of_what_all_hold_is_a_letter_on_all():
     for said in on_processes(2, saves_alone, *gpt2_case(), timeout_s=60):
-        assert "Disagreement" in said and "rank 0 calls save_pretrained" in said and "state_dict=" in said, (
-            said
-        )
+        assert "Disagreement" in said and "rank 0 calls save_pretrained" in said and "state_dict=" in said, said
 
 
 class Config:
