@@ -104,9 +104,8 @@ def whole_of(tensor: DTensor) -> Tensor:
 def _gathered(tensor: DTensor) -> Tensor:
     """The tensor in full, as its parts are."""
     with naming_the_lost("a read of a parameter, a gradient or an output, which all ranks make"), torch.no_grad():
-        summed = [Replicate() if p.is_partial() else p for p in tensor.placements]
         parts = like_part(local_part(tensor), tensor)  # of no base, where the tensor is a piece
-        return whole(parts.redistribute(placements=summed))
+        return whole(_reduced(parts))
 
 
 def store(tensor: DTensor, full: Tensor, of_rank_0: bool = False) -> None:
@@ -274,11 +273,16 @@ def _met(name: str, theirs: Any) -> Any:
             if _is_plain(args[0]) and not args[0].dim():
                 args = (_as_copies(args[0].to(self.device), self.device_mesh), *args[1:])
             if name.strip("_") in _SHIFTS and any(p.is_partial() for p in self.placements):
-                self = self.redistribute(placements=[Replicate() if p.is_partial() else p for p in self.placements])
+                self = _reduced(self)
         with _naming_a_plain_one(name, self, 'outputs="full", for an output; x.full_tensor() on all ranks'):
             return theirs(self, *args, **how)
 
     return meet
+
+
+def _reduced(tensor: DTensor) -> DTensor:
+    """The tensor with its pending reductions made, with gradients."""
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
 def _as_copies(plain: Tensor, mesh: Any) -> DTensor:
@@ -287,7 +291,7 @@ def _as_copies(plain: Tensor, mesh: Any) -> DTensor:
 
 
 def _as_plain(value: Any) -> Any:
-    """A number of a parallel model as a plain one, which is added to a plain tensor in place: `loss += p.norm()`."""
+    """A number of a parallel model as a plain one, for `loss += p.norm()`; anything else as it is."""
     if not isinstance(value, DTensor) or value.dim() or not is_ours(value):
         return value
     with naming_the_lost("a number of a parameter, a gradient or an output, which all ranks read"):

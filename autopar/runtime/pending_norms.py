@@ -17,26 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._ops import _math_ops
 
 from autopar.runtime.patches import STANDING, handlers
-from autopar.runtime.private import hold_part, local_part
-
-_PendingNorm = _math_ops._NormPartial
+from autopar.runtime.private import REDUCTIONS, PendingNorm, hold_part, local_part
 
 
 def let_norms_be_summed() -> None:
     """Patch DTensor so that pending norms are reduced before they are summed, and keep signs beside them."""
-    STANDING.put(_math_ops, "common_reduction_strategy", _reducing_norms_first)
-    STANDING.put(_PendingNorm, "_pre_reduce_transform", lambda theirs: _power)
-    STANDING.put(_PendingNorm, "_post_reduce_transform", lambda theirs: _root)
+    STANDING.put(REDUCTIONS, "common_reduction_strategy", _reducing_norms_first)
+    STANDING.put(PendingNorm, "_pre_reduce_transform", lambda theirs: _power)
+    STANDING.put(PendingNorm, "_post_reduce_transform", lambda theirs: _root)
     STANDING.put(handlers(), torch.ops.aten.masked_fill_.Scalar, lambda theirs: _filled)
 
 
 def _reducing_norms_first(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def ours(input_strategy: Any, reduce_dims: Any, keep_dim: bool = False, *args: Any, **how: Any) -> Any:
         placements = (p for each in input_strategy.strategies for p in each.output_spec.placements)
-        if any(isinstance(p, _PendingNorm) for p in placements):
+        if any(isinstance(p, PendingNorm) for p in placements):
             args, how = (False, *args[1:]), {name: value for name, value in how.items() if name != "reduction_linear"}
         return theirs(input_strategy, reduce_dims, keep_dim, *args, **how)
 
@@ -60,8 +57,14 @@ def _filled(op: Any, args: tuple[Any, ...], how: dict[str, Any]) -> DTensor:
 
 
 def _power(norm: Any, tensor: Tensor) -> Tensor:
-    return torch.sign(tensor) * tensor.abs() ** norm.norm_type
+    return _with_sign(tensor, norm.norm_type)
 
 
 def _root(norm: Any, tensor: Tensor) -> Tensor:
-    return torch.sign(tensor) * tensor.abs() ** (1.0 / norm.norm_type)
+    return _with_sign(tensor, 1.0 / norm.norm_type)
+
+
+def _with_sign(tensor: Tensor, exponent: float) -> Tensor:
+    """A power of the size of numbers, with their signs; norms have none, what stands in a list beside them may."""
+    power = tensor.abs() ** exponent
+    return torch.where(tensor < 0, -power, power)

@@ -11,6 +11,7 @@
     plays_all_ranks     whether it does, here and now
     FakeStore           the store of the fake process group
     StridedShard        torch's placement of a dim that is cut by blocks of one size
+    REDUCTIONS, PendingNorm    DTensor's rules of sums and norms, and its placement of a norm that is pending
     local_part          what a DTensor holds, to be written to in place
     like_part           a local part as a DTensor that lies as another does: `from_local` checks and counts anew
     set_timeout         how long a group's collectives wait
@@ -26,8 +27,8 @@
     before_call         notices that a part of a parallel model is called by itself
     OpOverload          one signature of an op
 
-Parts of torch that are replaced, and not only used, are in `patches.py`. The joint trace also uses
-`torch.fx.experimental.proxy_tensor`, which has no public name; structures of arguments are those of
+Parts of torch that are replaced, and not only used, are in `patches.py` and `brief_patches.py`. The joint trace also
+uses `torch.fx.experimental.proxy_tensor`, which has no public name; structures of arguments are those of
 `torch.utils._pytree`.
 """
 
@@ -52,11 +53,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation_manager
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._ops import _math_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 StridedShard = _StridedShard
+REDUCTIONS = _math_ops  # DTensor's rules of sums and norms
+PendingNorm = _math_ops._NormPartial
 TRACING = threading.RLock()  # one capture or joint trace at a time in a process
 
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
