@@ -24,7 +24,7 @@ class Once:
         self._made: dict[tuple[Hashable, ...], tuple[tuple[object, ...], Any]] = {}
 
     def __call__(self, what: Hashable, objects: tuple[object, ...], make: Callable[[], _T]) -> _T:
-        """What `make` returns, as when it was first asked for `what` of these objects."""
+        """The value of `what` for these objects, from `make` the first time."""
         key = (what, *map(id, objects))
         found = self._made.get(key)
         if found is None:

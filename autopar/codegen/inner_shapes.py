@@ -8,9 +8,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph.graph import Graph, info, run, type_of
+from autopar.runtime.private import TorchDispatchMode
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -23,7 +23,7 @@ class InnerShapes:
         self._known: dict[str, Shapes] = {}
 
     def __call__(self, name: str) -> Shapes:
-        """The shapes of an op, by its name; none for one that the graph does not have, or meta tensors cannot run."""
+        """The shapes of an op, by its name; none for one that the graph lacks or meta tensors cannot run."""
         if name not in self._known:
             self._known[name] = _made_by(self.ops[name]) if name in self.ops else ()
         return self._known[name]
@@ -43,8 +43,8 @@ def _made_by(node: fx.Node) -> Shapes:
             wanted = [t for t in given.values() if t.requires_grad]
             if results and wanted:
                 torch.autograd.grad(results, wanted, [torch.empty_like(t) for t in results], allow_unused=True)
-    except (RuntimeError, NotImplementedError):
-        pass  # what was seen so far
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        pass  # meta tensors cannot run it: what was seen so far
     return tuple(seen.shapes)
 
 

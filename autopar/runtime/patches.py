@@ -231,7 +231,7 @@ def replace_methods(names: Iterable[str], make: Callable[[str, Any], Any]) -> No
 
 
 def before_adding_to_plain(names: Iterable[str], as_plain: Callable[[Any], Any]) -> None:
-    """Let `as_plain` turn the operand of a plain tensor's method that writes in place, where it is a DTensor."""
+    """Let `as_plain` replace a DTensor that is the operand of a plain tensor's method which writes in place."""
     for name in names:
 
         def make(theirs: Any) -> Any:
@@ -261,7 +261,7 @@ def begin_as_whole(is_asked: Callable[[Tensor], bool], begin: Callable[..., Any]
 
 
 def replace_property(name: str, put: Callable[[DTensor, Any, Callable[[Any], None]], None]) -> None:
-    """Let `put` set a property of DTensor; it is passed torch's setter."""
+    """Let `put` set a property of DTensor, or delete it: set it to None; it is passed torch's setter."""
 
     def make(theirs: Any) -> Any:
         def get(self: DTensor) -> Any:
@@ -270,7 +270,10 @@ def replace_property(name: str, put: Callable[[DTensor, Any, Callable[[Any], Non
         def set_(self: DTensor, value: Any) -> None:
             put(self, value, functools.partial(theirs.__set__, self))
 
-        return property(get, set_)
+        def delete(self: DTensor) -> None:
+            put(self, None, lambda _: theirs.__delete__(self))
+
+        return property(get, set_, delete)
 
     STANDING.put(DTensor, name, make)
 

@@ -207,7 +207,7 @@ def _is_whole(sharding: Sharding, axes: Sequence[int]) -> bool:
 def warnings_of(
     parallel: Any, mesh: DeviceMesh, parameters: Mapping[str, Sharding], sizes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """A line of text with the parameters that a ZeRO plan stores whole along the data axes; none if it cuts all.
+    """A line about the parameters that a ZeRO plan stores whole along the data axes; none if it cuts all.
 
     `parameters` and `sizes` are the shardings of the plan's parameters and their bytes.
     """

@@ -68,7 +68,7 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
 
 
 def count(recorder: Recorder, mask: Tensor) -> int | None:
-    """The number of true elements of a mask that depends on no input, parameter, buffer or draw; None for others."""
+    """The number of true elements of a mask that is known while tracing; None for others."""
     try:
         found: int = _compute(recorder.node(mask), set(), lambda known: int(known.count_nonzero()), Assume())
     except Unknown:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import Call, as_call, leaf_names, learn_dataclasses, output_names, without_caches
 from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
-from autopar.letters import Letter, NotCaptured
+from autopar.letters import NotCaptured
 from autopar.runtime.brief_patches import fake_errors_told_once
 from autopar.runtime.private import TRACING, clean_room
 from autopar.tracer.fakes import Fakes, sharing
@@ -201,17 +202,19 @@ def _forward(call: ModelCall) -> Any:
 
 def _loss_of(loss: Callable[..., Any], outputs: Any, inputs: Any) -> Any:
     """The value of a caller's loss; its errors are letters about it."""
+    advice = (
+        'a function of the model\'s outputs and its inputs: loss=lambda out, inputs: F.cross_entropy(out, inputs["y"])'
+    )
     try:
-        return loss(outputs, inputs)
-    except Letter:
-        raise
-    except Exception as e:
+        inspect.signature(loss).bind(outputs, inputs)
+    except TypeError as e:
         raise NotCaptured(
-            f"loss= raises {type(e).__name__}: {e}",
-            at=defined(loss),
-            advice="a function of the model's outputs and its inputs: loss=lambda out, inputs: "
-            'F.cross_entropy(out, inputs["labels"])',
+            f"loss= does not take the outputs and the inputs: {e}", at=defined(loss), advice=advice
         ) from e
+    except ValueError:
+        pass  # it is none of Python's, and says so itself
+    with telling_whose_error("loss=", advice):
+        return loss(outputs, inputs)
 
 
 def unread_by(graph: Graph, root: torch.nn.Module) -> tuple[tuple[str, TensorType], ...]:

@@ -45,7 +45,8 @@ def where(count: Count, condition: Tensor) -> tuple[Tensor, ...]:
 
 
 def _has_dims(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return bool((args[0] if args else kwargs["input"]).dim())
+    """Whether a call gives a new tensor, of operands of which one has dims."""
+    return "out" not in kwargs and any(isinstance(x, Tensor) and x.dim() for x in (*args, *kwargs.values()))
 
 
 def _stands_alone(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -56,6 +57,6 @@ def _stands_alone(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 # Functions that choose by a mask, how they are spelled, and which calls of them.
 BY_MASK: dict[Any, tuple[Callable[..., Any], Callable[[Sequence[Any], dict[str, Any]], bool]]] = {
     **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), (nonzero, _has_dims)),
-    **dict.fromkeys((torch.masked_select, Tensor.masked_select), (masked_select, lambda args, kwargs: True)),
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), (masked_select, _has_dims)),
     torch.where: (where, _stands_alone),
 }

@@ -26,9 +26,14 @@ from autopar.tracer.place import is_ours
 from autopar.tracer.recorder import Recorder
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_RUN_ON_SHAPES = (
+    "inputs of the shapes and dtypes that it is called with; it was run on shapes alone: an op that cannot be needs "
+    "torch.library.register_fake"
+)
 _RUN_WHAT_THE_MODEL_RUNS = (
     "_run",
     "_forward",
+    "_loss_of",
     "execute",
     "fake",
     "assertion",
@@ -43,8 +48,8 @@ _IN_FORWARD_MODE = "elem.device.type must be 'meta'"  # torch says so of a tange
 
 
 @contextlib.contextmanager
-def telling_whose_error() -> Iterator[None]:
-    """Turn the model's errors in the block into letters with their place; autopar's own errors stay."""
+def telling_whose_error(who: str = "the model", advice: str = _RUN_ON_SHAPES) -> Iterator[None]:
+    """Turn errors of `who`, whose code runs in the block, into letters with their place; autopar's own errors stay."""
     try:
         yield
     except Letter:
@@ -66,12 +71,7 @@ def telling_whose_error() -> Iterator[None]:
                 advice="torch.func.grad, vjp or jacrev, which go backward; torch.func.jvp, jacfwd and hessian do not",
             ) from e
         raise NotCaptured(
-            f"the model raises {type(e).__name__} on these inputs{_words_of(e)}",
-            at=place,
-            advice=(
-                "inputs of the shapes and dtypes that it is called with; it was run on shapes alone: an op that "
-                "cannot be needs torch.library.register_fake"
-            ),
+            f"{who} raises {type(e).__name__} on these inputs{_words_of(e)}", at=place, advice=advice
         ) from e
 
 

@@ -118,6 +118,19 @@ def test_masks_of_inputs_and_buffers_are_refused():
         autopar.plan(model, (x,), mesh=2)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, s: s.sum().masked_select(torch.zeros((), dtype=torch.bool)),
+        lambda x, s: torch.masked_select(s, apart(x), out=torch.empty(0, dtype=s.dtype)),
+    ],
+    ids=["without dims", "into a tensor"],
+)
+def test_other_calls_are_refused(function):
+    with pytest.raises(NotCaptured):
+        autopar.plan(Pairs(function), (torch.randn(ROWS, 4, dtype=torch.float64),), mesh=2)
+
+
 def test_micro_batches_of_rows_that_a_mask_counts_are_refused():
     with pytest.raises(NotServed, match="all rows of a batch"):
         autopar.plan(

@@ -430,3 +430,17 @@ def test_forward_mode_and_gradients_of_gradients_say_what_is_captured():
             traced(function)
         assert re.search(match, str(letter.value), re.DOTALL), str(letter.value)
     check(as_it_is_captured)
+
+
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (nn.MSELoss(), "loss= raises AttributeError"),
+        (lambda out: out.mean(), "loss= does not take the outputs and the inputs"),
+        (lambda out, inputs: out.nothing, "loss= raises AttributeError"),
+    ],
+)
+def test_errors_of_a_loss_are_told_as_the_loss_s(loss, said):
+    with pytest.raises(NotCaptured, match=said) as letter:
+        ColoTracer().trace(nn.Linear(4, 4), (torch.randn(2, 4),), loss=loss)
+    assert "lambda out, inputs" in letter.value.advice and letter.value.at
