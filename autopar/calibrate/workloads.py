@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.runtime import collectives, forms  # noqa: F401 - forms trace conversions
 from autopar.runtime.private import FakeTensorMode
+from autopar.sharding.cost_model import BROADCAST
 
 _COLOURS = 3
 WIDTH = 256  # of a row; on a GPU rows of many elements are WIDE
@@ -72,20 +73,30 @@ def _binary(function: Callable[[Tensor, Tensor], Any]) -> Callable[[int], Call]:
     return lambda n: (function, (rows(n), rows(n)))
 
 
+def _broadcast(function: Callable[[Tensor, Tensor], Any]) -> Callable[[int], Call]:
+    """An op of rows and of one row, which gets no gradient: that is a kernel of another kind."""
+
+    def call(n: int) -> Call:
+        x = rows(n)
+        return function, (x, torch.nn.Buffer(torch.rand(x.shape[1]) + 0.5))
+
+    return call
+
+
 def _linear(size: tuple[int, int, int]) -> Call:
     r, k, n = size
-    return F.linear, (torch.rand(r, k), torch.rand(n, k) / k)
+    return F.linear, (torch.randn(r, k), torch.randn(n, k) / k**0.5)
 
 
 def _matmul(size: tuple[int, int, int, int]) -> Call:
     b, m, k, n = size
-    return torch.matmul, (torch.rand(b, m, k), torch.rand(b, k, n) / k)
+    return torch.matmul, (torch.randn(b, m, k), torch.randn(b, k, n) / k**0.5)
 
 
 def _attention(**how: bool) -> Callable[[tuple[int, int, int, int]], Call]:
     def call(size: tuple[int, int, int, int]) -> Call:
         b, h, s, d = size
-        heads = tuple(torch.rand(b, s, h, d) for _ in range(3))  # as a linear leaves them
+        heads = tuple(torch.randn(b, s, h, d) for _ in range(3))  # as a linear leaves them
         if "masked" in how:
             mask = torch.ones(b, 1, s, s, dtype=torch.bool).tril()
             return lambda q, k, v, mask: F.scaled_dot_product_attention(
@@ -110,8 +121,8 @@ class Windows:
     step: int = 1
 
     def call(self) -> Call:
-        weight, padding = torch.rand(self.leaving, self.entering, self.window, self.window), self._padding
-        images = torch.rand(self.batch, self.entering, self.side, self.side)
+        weight, padding = torch.randn(self.leaving, self.entering, self.window, self.window), self._padding
+        images = torch.randn(self.batch, self.entering, self.side, self.side)
         if self.are_pictures:
             images = torch.nn.Buffer(images)
         return lambda x, w: F.conv2d(x, w, stride=self.step, padding=padding), (images, weight)
@@ -149,9 +160,9 @@ def _embedding(function: Callable[..., Tensor]) -> Callable[[int], Call]:
     return call
 
 
-def _cross_entropy(function: Callable[..., Tensor]) -> Callable[[int], Call]:
-    def call(n: int) -> Call:
-        logits = rows(n, 2048)
+def _cross_entropy(function: Callable[..., Tensor]) -> Callable[[int | tuple[int, int]], Call]:
+    def call(size: int | tuple[int, int]) -> Call:
+        logits = torch.rand(*size) + 0.5 if isinstance(size, tuple) else rows(size, 2048)
         return function, (logits, torch.randint(0, logits.shape[1], (len(logits),)))
 
     return call
@@ -269,6 +280,10 @@ _GPU_ROWS = tuple(
     for width, most in ((256, 65536), (768, 65536), (2048, 32768), (8192, 8192))
     for rows in (64, 2048, most)
 )
+# a softmax that fits into a block's memory reads its row once, that of a vocabulary several times
+_GPU_LOGITS = tuple(
+    (rows, classes) for classes, most in ((2048, 32768), (32768, 8192), (131072, 4096)) for rows in (16, 512, most)
+)
 
 
 def _pairs(size: tuple[int, int, int, int]) -> float:
@@ -336,6 +351,10 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("pow 2", _unary(lambda x: torch.pow(x, 2))),
     *(Workload(name, _binary(getattr(torch, name)), gradients=_both) for name in ("add", "sub", "mul", "div")),
     *(
+        Workload(f"{name}{BROADCAST}", _broadcast(getattr(torch, name)), (), ON_GPU)
+        for name in ("add", "sub", "mul", "div")
+    ),
+    *(
         Workload(f"{name} number", _unary(function))
         for name, function in {"add": lambda x: x + 1.5, "mul": lambda x: x * 1.5, "div": lambda x: x / 1.5}.items()
     ),
@@ -382,11 +401,19 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     Workload("embedding", _embedding(F.embedding)),
     Workload("embedding cut", _embedding(lambda i, w: forms.embedding_part(i, w, ()))),
-    Workload("cross_entropy", _cross_entropy(F.cross_entropy), is_last=True),
-    Workload(
-        "cross_entropy cut",
-        _cross_entropy(lambda x, t: forms.cross_entropy_part(x, t, (), x.shape[1])),
-        is_last=True,
+    *(
+        Workload(
+            name,
+            _cross_entropy(function),
+            on_gpu=_GPU_LOGITS,
+            amount=_elements,
+            second_on_gpu=_width,
+            is_last=True,
+        )
+        for name, function in (
+            ("cross_entropy", F.cross_entropy),
+            ("cross_entropy cut", lambda x, t: forms.cross_entropy_part(x, t, (), x.shape[1])),
+        )
     ),
     Workload("clone", _unary(torch.clone)),
     Workload(
@@ -405,7 +432,8 @@ WORKLOADS: tuple[Workload, ...] = (
 def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
     """The call as ATen code on a device in a dtype; with `backward`, the code also makes the gradients.
 
-    The gradients that arrive at the results are ones. Only operands of dtype float32 are cast; buffers get no gradient.
+    The gradients that arrive at the results are drawn, for products of ones draw less power, and are faster. Only
+    operands of dtype float32 are cast; buffers get no gradient.
     """
     function, operands = call[0], tuple(_as(x.to(device), dtype) for x in call[1])
     still = [isinstance(x, torch.nn.Buffer) for x in call[1]]
@@ -434,7 +462,7 @@ def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype =
     end.args = ([*end.args[0], *(n for n in made if n not in end.args[0])],)
     graph.graph.set_codegen(fx.graph.CodeGen())  # lists come as what is in them
     graph.recompile()
-    forward, given = graph.forward, [*operands, *(torch.ones(t.shape, device=device, dtype=t.dtype) for t in tangents)]
+    forward, given = graph.forward, [*operands, *(torch.randn(t.shape, device=device, dtype=t.dtype) for t in tangents)]
     return lambda: forward(*given)
 
 

@@ -57,7 +57,8 @@ def forward_kernel(X, T, START, MOST, REST, LOSS, columns, ignored, of_target, o
     whole = 0.0
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(X + row * columns + at, mask=at < columns, other=-float("inf")).to(tl.float32)
+        here = X + row * columns + at
+        x = tl.load(here, mask=at < columns, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
         larger = tl.maximum(most, tl.max(x))
         above = tl.where(larger == -float("inf"), 0.0, larger)  # logits that are masked have no distance to it
         total = total * tl.exp(most - above) + tl.sum(tl.exp(x - above))

@@ -49,11 +49,12 @@ def shares_kernel(MOST, REST, TOP, OUT, rows, ROWS: tl.constexpr):
 
 @jit
 def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_all, classes, ROWS: tl.constexpr):
-    """Write this device's share of each row's loss and, behind all of these, each row's log-sum-exp.
+    """Write this device's share of the loss of a program's rows and, behind those of all, the rows' log-sum-exps.
 
-    One device alone counts the log-sum-exp. A target that is no class gives NaN.
+    One device alone counts the log-sum-exps. A target that is no class gives NaN.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    row = program * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     target = tl.load(T + row, mask=inside, other=ignored)
     counts = target != ignored
@@ -67,8 +68,8 @@ def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_a
     logs = tl.where(counts, tl.where(is_class, top + log, float("nan")), 0.0)
     tl.store(LSE + 2 * row, top, mask=inside)
     tl.store(LSE + 2 * row + 1, log, mask=inside)
-    tl.store(LOSS + row, here, mask=inside)
-    tl.store(LOSS + rows + row, logs, mask=inside)
+    tl.store(LOSS + program, tl.sum(tl.where(inside, here, 0.0)))
+    tl.store(LOSS + tl.num_programs(0) + program, tl.sum(tl.where(inside, logs, 0.0)))
 
 
 @torch.library.custom_op("autopar::cross_entropy_rows", mutates_args=())
@@ -143,12 +144,13 @@ def less_here(
         logs = torch.where((target >= 0) & (target < classes), top + log, torch.nan)
         sums = torch.stack([here, torch.where(counts, logs, 0)])
         return sums.sum(-1), torch.stack([top, log], -1)
-    losses = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+    programs = -(-rows // ROWS)
+    losses = torch.empty((2, programs), dtype=torch.float32, device=x.device)
     lse = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
     if rows:
         given = (target.contiguous(), rest, top.contiguous(), total.contiguous(), lse, losses, rows, ignored)
         counts_of = (1.0 - smoothing, smoothing / classes, classes)
-        losses_kernel[(-(-rows // ROWS),)](*given, *counts_of, ROWS=ROWS, num_warps=WARPS)
+        losses_kernel[(programs,)](*given, *counts_of, ROWS=ROWS, num_warps=WARPS)
     return losses.sum(-1), lse
 
 

@@ -136,6 +136,7 @@ op(
     form=classes_of_part,
     exchanges=(2, 0),
     counts="c",
+    second_size=(0, -1),
     keeps="target",
     makes=dict(cuda="points*itemsize", cpu="points*itemsize"),  # the log-probabilities
     # the gradient of the log-probabilities; where classes are cut, a scattered one beside another

@@ -38,6 +38,7 @@ from autopar.sharding.device import Passes, on_curve
 SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone"  # kernels by the names of their times
 PADDED = ", and of copies that pad its rows to whole 16 bytes"
 UNALIGNED = " unaligned"  # behind the name of a product: its rows are no whole number of 16 bytes
+BROADCAST = " broadcast"  # behind that of arithmetic: an operand is smaller than the result
 _HALF = 2  # bytes of a number of a product's result, where products were measured
 _HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured, and rows that are not aligned
 _WORK = {"forward": 1.0, "backward": 2.5}  # of attention: backward makes the scores again, and four products

@@ -15,7 +15,17 @@ import torch.fx as fx
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
 from autopar.graph.nodes import typed
 from autopar.ops.entry import Line, facts_of, timed_name
-from autopar.sharding.cost_model import SUM, SUM_OVER_ROWS, TURNED, UNALIGNED, CostModel, Heads, Kernel, Matrices
+from autopar.sharding.cost_model import (
+    BROADCAST,
+    SUM,
+    SUM_OVER_ROWS,
+    TURNED,
+    UNALIGNED,
+    CostModel,
+    Heads,
+    Kernel,
+    Matrices,
+)
 from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding, Cut
 from autopar.sharding.placement import largest_local_shape, local_elements, part
@@ -53,6 +63,10 @@ class Chosen:
     @property
     def trained(self) -> list[TensorType]:
         return [t for t in self.operands if t.requires_grad]
+
+    def is_broadcast(self, operand: TensorType) -> bool:
+        """Whether an operand has fewer elements than the result of its op."""
+        return math.prod(operand.shape) < math.prod(self.outputs[0].shape)
 
 
 class Kernels(NamedTuple):
@@ -136,9 +150,8 @@ class OpSeconds:
             given = self._gradients(chosen, kernel, trained - biases)
             summed = 0 if chosen.node in self.relieved else biases
         else:  # the gradient of an operand that was broadcast is a sum of its own
-            whole = math.prod(chosen.outputs[0].shape)
-            summed = sum(math.prod(t.shape) < whole for t in chosen.trained)
-            given = [(trained, kernel)]
+            summed = sum(map(chosen.is_broadcast, chosen.trained))
+            given = self._factors(chosen, kernel)
         sums = [(summed, self._beside(chosen, SUM_OVER_ROWS, 1))] if summed else []
         return Kernels([kernel], given, sums)
 
@@ -163,6 +176,17 @@ class OpSeconds:
         ways = zip(multiplied(chosen.binding), kernel.matrices.gradients, strict=True)
         return [(1, replace(kernel, matrices=way)) for k, way in ways if chosen.operands[k].requires_grad]
 
+    def _factors(self, chosen: Chosen, kernel: Kernel) -> Sequence[tuple[int, Kernel]]:
+        """The kernels of an elementwise op's backward, one for each operand that needs a gradient.
+
+        Such a gradient is made of the other operands: the kernel broadcasts where one of these is smaller.
+        """
+        plain = replace(kernel, names=tuple(name for name in kernel.names if not name.endswith(BROADCAST)))
+        smaller = [k for k, t in enumerate(chosen.operands) if chosen.is_broadcast(t)]
+        trained = [k for k, t in enumerate(chosen.operands) if t.requires_grad]
+        broadcasting = sum(smaller != [] and smaller != [k] for k in trained)
+        return [(n, own) for n, own in ((broadcasting, kernel), (len(trained) - broadcasting, plain)) if n]
+
     def _own(self, chosen: Chosen) -> Kernel:
         """The kernel that computes the op itself."""
         op, facts = chosen.op, facts_of(chosen.op)
@@ -173,9 +197,12 @@ class OpSeconds:
         size = self._second_size(chosen, amounts.work)
         if as_cut is None and amounts.matrices is not None and not facts.windows:
             as_cut = op + UNALIGNED, amounts.matrices.unaligned(chosen.outputs[0].itemsize)
+        names: tuple[str, ...] = (name, op)
+        if facts.spreads and any(map(chosen.is_broadcast, chosen.operands)):
+            names = (name + BROADCAST, *names)
         is_in_chain = self.chains is not None and is_fused(chosen.node)  # its own time is of a kernel of its own
         return Kernel(
-            () if is_in_chain else (name, op),
+            () if is_in_chain else names,
             chosen.outputs[0].dtype,
             amounts.work * self._computed(chosen) if facts.heads else amounts.work,
             amounts.moved,
