@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.archive import read_fields, write
 from autopar.graph.blocks import Repeat, repeated_blocks
-from autopar.graph.held import set_at, tensor_of, write_buffer
+from autopar.graph.held import Registered, set_at, tensor_of, write_buffers
 from autopar.graph.idle import IdleHook
 from autopar.graph.kept import NotKept
 from autopar.graph.nodes import SHORT, Info, Leaf, TensorType, call_of, fresh_key, info, op_name, run, type_of, typed
@@ -47,6 +47,7 @@ __all__ = [  # the value, the entries of its nodes, and runs of it on tensors
     "fresh_key",
     "rows_of_batch",
     "Replay",
+    "changing_buffers",
     "write_updates",
     "bind_inputs",
     "in_traced_order",
@@ -287,14 +288,26 @@ class Replay(torch.nn.Module):
         return [env[n] for n in self.graph.output.args[0]]
 
 
+def changing_buffers(graph: Graph) -> Registered:
+    """The buffers that a call writes."""
+    return Registered([name for kind, name in graph.updates if kind == "buffer"], "_buffers")
+
+
 def write_updates(
-    graph: Graph, model: torch.nn.Module, values: Sequence[torch.Tensor], with_stand_ins: bool = False
+    graph: Graph,
+    model: torch.nn.Module,
+    values: Sequence[torch.Tensor],
+    buffers: Registered | None = None,
+    with_stand_ins: bool = False,
 ) -> None:
-    """Set on a model what forward would have set in a call; if asked for, stand-ins for the rest."""
-    for (kind, name), value in zip(graph.updates, values, strict=True):
-        if kind == "buffer":
-            write_buffer(model, name, value)
-        elif kind == "attribute":
+    """Set on a model what forward would have set in a call; if asked for, stand-ins for the rest.
+
+    `buffers` are the graph's `changing_buffers`, which many calls may share.
+    """
+    found = list(zip(graph.updates, values, strict=True))
+    write_buffers(model, buffers or changing_buffers(graph), [value for (kind, _), value in found if kind == "buffer"])
+    for (kind, name), value in found:
+        if kind == "attribute":
             set_at(model, name, value.detach())
     for name, value in graph.sets:
         if with_stand_ins or not isinstance(value, NotKept):

@@ -6,11 +6,14 @@ tables.1, state.ema  an entry of a list or a dict that is an attribute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from autopar.runtime.private import copy_each
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")  # the attributes in which torch itself keeps what is registered
 
@@ -72,13 +75,52 @@ def write_buffer(model: torch.nn.Module, name: str, value: Tensor) -> None:
     """Give a buffer its new value: in place where shape and dtype are the same, else as a new tensor."""
     owner, last = _owner(model, name)
     held = _entry(owner, last, None)
-    if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype:
+    if isinstance(held, Tensor) and _is_like(held, value):
         with torch.no_grad():
             held.copy_(value)
     elif held is None and isinstance(owner, torch.nn.Module) and not hasattr(owner, last):
         owner.register_buffer(last, value.detach())
     else:
         set_at(model, name, value.detach())
+
+
+class Registered:
+    """What is registered under some names in a model, whose modules are looked up once for each model.
+
+    A path costs a walk through the modules, and a call would walk one for each of hundreds of buffers. The modules of a
+    parallel model stay what they are; what they hold may be another tensor in each call.
+    """
+
+    def __init__(self, names: Sequence[str], kind: Literal["_parameters", "_buffers"]) -> None:
+        self.names = names
+        self._kind = kind
+        self._places: tuple[weakref.ref[torch.nn.Module], list[tuple[dict[str, Any], str]]] | None = None
+
+    def find(self, model: torch.nn.Module) -> list[Tensor | None]:
+        """The tensor under each name; None where nothing is registered there."""
+        if self._places is None or self._places[0]() is not model:
+            modules = dict(model.named_modules(remove_duplicate=False))
+            paths = [name.rpartition(".") for name in self.names]
+            held = [(getattr(modules[path], self._kind) if path in modules else {}, last) for path, _, last in paths]
+            self._places = weakref.ref(model), held
+        # of a ScriptModule they have no get()
+        return [of[last] if last in of else None for of, last in self._places[1]]  # noqa: SIM401
+
+    def tensors(self, model: torch.nn.Module) -> list[Tensor]:
+        """The tensor under each name, maybe in an attribute, a list or a dict."""
+        found = zip(self.names, self.find(model), strict=True)
+        return [tensor_of(model, name) if tensor is None else tensor for name, tensor in found]
+
+
+def write_buffers(model: torch.nn.Module, buffers: Registered, values: Sequence[Tensor]) -> None:
+    """Give buffers their new values: all in place at once where shapes and dtypes are the same, else one by one."""
+    held = [tensor for tensor in buffers.find(model) if type(tensor) is Tensor]
+    are_apart = len(set(map(id, held))) == len(values)  # and there are as many
+    if values and are_apart and all(map(_is_like, held, values)):
+        copy_each(held, values)
+        return
+    for name, value in zip(buffers.names, values, strict=True):
+        write_buffer(model, name, value)
 
 
 def _owner(model: torch.nn.Module, name: str) -> tuple[Any, str]:
@@ -93,6 +135,10 @@ def _owner(model: torch.nn.Module, name: str) -> tuple[Any, str]:
             return at, part
         at = _entry(at, part)
     return at, ".".join(parts)
+
+
+def _is_like(held: Tensor, value: Tensor) -> bool:
+    return held.shape == value.shape and held.dtype == value.dtype
 
 
 def _has(owner: dict[Any, Any], name: str) -> bool:

@@ -245,7 +245,11 @@ def _is_lasting(value: Any) -> bool:
 
 
 def _as_they_are(values: tuple[Any, ...]) -> list[Any]:
-    return [v if type(v) in _ATOMS else _as_it_is(v) for v in values]
+    return [v if type(v) in _ATOMS or _is_of_atoms(v) else _as_it_is(v) for v in values]
+
+
+def _is_of_atoms(value: Any) -> bool:
+    return type(value) is tuple and _ATOMS.issuperset(map(type, value))
 
 
 def _as_it_is(value: Any) -> Any:

@@ -159,7 +159,7 @@ class ParallelModule(nn.Module):
             program, inputs, bucket = called(self, args, kwargs)
         program.calls += 1
         outputs, changed = program.run(self, inputs, state.random)
-        write_updates(program.runner.graph, self, changed, with_stand_ins=True)
+        write_updates(program.runner.graph, self, changed, program.changing, with_stand_ins=True)
         for hook in program.sight.idle:
             hook.run(self, state.hooks)
         left = left_by(self, program, outputs, bucket)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, Parts
 from autopar.codegen.lower import Lowered, lower
 from autopar.graph.calls import Call
-from autopar.graph.graph import Graph
-from autopar.graph.held import tensor_of
+from autopar.graph.graph import Graph, changing_buffers
+from autopar.graph.held import Registered
 from autopar.module.attributes import Attributes
 from autopar.module.padding import Padding
 from autopar.module.relowering import lower_again
@@ -53,32 +53,26 @@ class SituatedProgram:
     sight: Sight
     number: int  # counts programs in the order in which they were made, alike on every rank
     calls: int = 0
-    # a model, and for each parameter the dict of its module that holds it, with its name there
-    holders: tuple[weakref.ref[nn.Module], list[tuple[dict[str, Any], str]]] | None = None
+    parameters: Registered = field(init=False)
+    buffers: Registered = field(init=False)
+    changing: Registered = field(init=False)  # buffers that a call writes
+
+    def __post_init__(self) -> None:
+        program = self.runner.program
+        self.parameters = Registered(program.parameters, "_parameters")
+        self.buffers = Registered(program.buffers, "_buffers")
+        self.changing = changing_buffers(self.runner.graph)
 
     def run(self, model: nn.Module, inputs: list[Tensor], random: RandomState) -> tuple[list[Any], tuple[Tensor, ...]]:
         """Run a call; returns outputs, and new values of the buffers that change."""
-        names, changing = self.runner.program, {name for _, name in self.runner.graph.updates}
-        buffers = []
-        for name in names.buffers:
-            buffer = tensor_of(model, name)
-            # a buffer that autograd saves must not be written later
-            buffers.append(buffer.clone() if name in changing else buffer)
+        changing = {name for _, name in self.runner.graph.updates}
+        # a buffer that autograd saves must not be written later
+        held = zip(self.buffers.names, self.buffers.tensors(model), strict=True)
+        buffers = [buffer.clone() if name in changing else buffer for name, buffer in held]
         with contextlib.ExitStack() as off:
             for kind, _ in self.situation.autocast:  # its casts are in the graph
                 off.enter_context(torch.autocast(kind, enabled=False))
-            return self.runner(inputs, self._parameters_of(model), buffers, random)
-
-    def _parameters_of(self, model: nn.Module) -> list[Tensor]:
-        """Parameters in the program's order; the modules that hold them are looked up once per model."""
-        names = self.runner.program.parameters
-        if self.holders is None or self.holders[0]() is not model:
-            modules, paths = dict(model.named_modules(remove_duplicate=False)), [name.rpartition(".") for name in names]
-            held = [(modules[path]._parameters if path in modules else {}, last) for path, _, last in paths]
-            self.holders = weakref.ref(model), held
-        # of a ScriptModule they have no get()
-        found = [of[last] if last in of else None for of, last in self.holders[1]]  # noqa: SIM401
-        return [tensor_of(model, name) if p is None else p for name, p in zip(names, found, strict=True)]
+            return self.runner(inputs, self.parameters.tensors(model), buffers, random)
 
 
 class ModelState:

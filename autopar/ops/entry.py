@@ -165,7 +165,7 @@ class Facts:
     # more temporary bytes of its local form, on a device that holds parts of these shapes of each operand
     part_work: Callable[[OpCall, Any, str], tuple[int, int]] | None = None
     flops: tuple[float, str] | None = None  # of a product: FLOPs per point of its factors, but those of this pattern
-    windows: bool = False  # a product over windows of its input: its kernels are not those of rows
+    windows: bool = False  # it reads windows of its input, from memory: a product's kernels are not those of rows
     heads: bool = False  # it is attention: its kernels are timed by the width of heads and the length of the sequence
     # how often forward reads its first operand: twice where sums over that have to be known before it is used
     reads: int = 1

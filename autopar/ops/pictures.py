@@ -67,12 +67,20 @@ def affine_grid(arguments: Mapping[str, Any]) -> Rule | None:
 
 POOL = "input:T, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False"
 MEAN = "input:T, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True"
-each("avg_pool1d", MEAN, rule=mean_of_positions, keeps="input")
-each("avg_pool2d avg_pool3d", f"{MEAN}, divisor_override=None", rule=mean_of_positions, keeps="input")
+each("avg_pool1d", MEAN, rule=mean_of_positions, keeps="input", windows=True)
+each("avg_pool2d avg_pool3d", f"{MEAN}, divisor_override=None", rule=mean_of_positions, keeps="input", windows=True)
 for d in (1, 2, 3):
     # the places of the largest are kept, in eight bytes each
     places_kept = dict(cuda="8*out_points", cpu="8*out_points")
-    op(f"max_pool{d}d", getattr(F, f"max_pool{d}d"), POOL, rule=largest_of_positions, keeps="input", makes=places_kept)
+    op(
+        f"max_pool{d}d",
+        getattr(F, f"max_pool{d}d"),
+        POOL,
+        rule=largest_of_positions,
+        keeps="input",
+        makes=places_kept,
+        windows=True,
+    )
     op(
         f"adaptive_avg_pool{d}d",
         getattr(F, f"adaptive_avg_pool{d}d"),

@@ -168,6 +168,12 @@ def like_part(local: torch.Tensor, other: DTensor) -> DTensor:
     return made
 
 
+def copy_each(into: Any, values: Any) -> None:
+    """Copy each value into the tensor of the same place, in as few kernels as can be; without autograd."""
+    with torch.no_grad():
+        torch._foreach_copy_(into, values)
+
+
 def set_timeout(group: Any, timeout: timedelta) -> None:
     if (public := getattr(torch.distributed, "set_timeout", None)) is not None:  # from torch 2.14 on
         public(timeout, group)

@@ -191,7 +191,8 @@ def is_fused(node: fx.Node) -> bool:
     if info(node).kind != "op":
         return False
     facts = facts_of(op_name(node))
-    return facts.rule is not None and facts.flops is None and info(node).random < 0 and isinstance(facts.keeps, Line)
+    is_known = facts.rule is not None and isinstance(facts.keeps, Line)
+    return is_known and facts.flops is None and not facts.windows and info(node).random < 0
 
 
 def _shown(node: fx.Node) -> fx.Node:

@@ -23,7 +23,7 @@ from autopar.codegen import halves, joint, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.codegen.lower import lower
 from autopar.graph import graph
-from autopar.graph.held import write_buffer
+from autopar.graph.held import write_buffers
 from autopar.letters import BadPlan, NotServed
 from autopar.solver import archive, policies
 from autopar.space import timeline
@@ -462,12 +462,12 @@ def _another_key(patch):
 def _twice(patch):
     """Statistics move a second time."""
 
-    def written(model, name, value):
-        before = dict(model.named_buffers())[name].clone()
-        write_buffer(model, name, value)
-        write_buffer(model, name, value + (value - before))
+    def written(model, buffers, values):
+        before = [held.clone() for held in buffers.tensors(model)]
+        write_buffers(model, buffers, values)
+        write_buffers(model, buffers, [new + (new - old) for new, old in zip(values, before, strict=True)])
 
-    patch.setattr(graph, "write_buffer", written)
+    patch.setattr(graph, "write_buffers", written)
 
 
 @pytest.mark.parametrize("mutant, name", [(_another_key, "gpt2"), (_twice, "pictures")])

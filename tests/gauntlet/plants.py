@@ -18,7 +18,7 @@ from autopar.codegen import halves, joint, joint_passes, local, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.graph import graph, walks
 from autopar.graph.graph import info, op_name
-from autopar.graph.held import write_buffer
+from autopar.graph.held import write_buffers
 from autopar.module import checkpoint, init, runner, storage, turn_runner, waiting
 from autopar.module.runner import Primals
 from autopar.module.storage import Storage
@@ -442,12 +442,12 @@ def regathers_over_the_other_axis(patch: Patch) -> None:
 def counts_move_twice(patch: Patch) -> None:
     """Buffers move a second time, as where forward runs again in backward."""
 
-    def written(model, name, value):
-        before = dict(model.named_buffers())[name].clone()
-        write_buffer(model, name, value)
-        write_buffer(model, name, value + (value - before))
+    def written(model, buffers, values):
+        before = [held.clone() for held in buffers.tensors(model)]
+        write_buffers(model, buffers, values)
+        write_buffers(model, buffers, [new + (new - old) for new, old in zip(values, before, strict=True)])
 
-    patch.setattr(graph, "write_buffer", written)
+    patch.setattr(graph, "write_buffers", written)
 
 
 def saves_before_the_sum(patch: Patch) -> None:
