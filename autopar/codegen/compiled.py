@@ -6,23 +6,56 @@ Collectives stay in the outer graph and are called as before.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
+from autopar.codegen.freeing_calls import from_a_list
 from autopar.codegen.halves import extract
 from autopar.kernels.buffer_reuse import pure
-from autopar.runtime.private import OpOverload
+from autopar.runtime.private import FREEING, OpOverload, compiled_freeing
 from autopar.runtime.random import IN_TORCH_OPS
 
 _WORTH = 2  # ops, from which on a run of them is compiled
+
+
+class CompiledRun(torch.nn.Module):
+    """A run of ops as a backend compiles it in its first call; its operands come in a list that it empties.
+
+    So each operand ends where the compiled code has read it last. What is called with operands as arguments holds all
+    of them until it returns: a backward would hold all that forward has saved.
+    """
+
+    def __init__(self, part: fx.GraphModule, backend: str) -> None:
+        super().__init__()
+        self.part, self.backend = part, backend
+        self._call: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
+
+    def forward(self, given: list[Tensor]) -> Sequence[Tensor]:
+        if self._call is None:
+            self._call = self._compiled(given)
+        return self._call(given)
+
+    def _compiled(self, given: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+        if self.backend in FREEING:
+            return compiled_freeing(from_a_list(self.part), self.backend, given)
+        called: Callable[..., Sequence[Tensor]] = torch.compile(
+            self.part, backend=self.backend, fullgraph=True, dynamic=False
+        )
+        return lambda given: called(*given)
+
+
+def as_list(*values: Tensor) -> list[Tensor]:
+    return [*values]
 
 
 def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.GraphModule:
     """Replace every run of torch's own ops in a half by one compiled call.
 
     before    a = mm(x, w);  b = gelu(a);  c = all_reduce(b, axis);  d = mul(c, c);  e = add(d, c)
-    after     b = run_0(x, w)[0];  c = all_reduce(b, axis);  e = run_1(c)[0]
+    after     b = run_0([x, w])[0];  c = all_reduce(b, axis);  e = run_1([c])[0]
     """
     source, made = module.graph, fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -44,8 +77,9 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
             for node in part.graph.nodes:
                 node.target = IN_TORCH_OPS.get(node.target, pure(node.target))  # a compiler plans memory itself
             part.recompile()
-            held[name] = torch.compile(part, backend=backend, fullgraph=True, dynamic=False)
-            called = made.call_module(name, tuple(copies[i] for i in inputs))
+            held[name] = CompiledRun(part, backend)
+            given = made.call_function(as_list, tuple(copies[i] for i in inputs))  # none stays in a variable of its own
+            called = made.call_module(name, (given,))
             for k, node in enumerate(outputs):
                 copies[node] = made.call_function(operator.getitem, (called, k))
         run.clear()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.codegen.bound_calls import by_bindings, keep_for_backward
 from autopar.codegen.buffers import is_view
 from autopar.codegen.compiled import compile_between_collectives
+from autopar.codegen.freeing_calls import from_a_list
 from autopar.codegen.halves import Joint, bind
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.lower import Lowered
@@ -23,7 +24,6 @@ from autopar.graph import walks
 from autopar.graph.graph import info
 from autopar.graph.tensor_form import TensorForm
 from autopar.letters import Anomaly, NotServed
-from autopar.module.freeing_calls import from_a_list
 from autopar.module.step import EmittedStep
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting

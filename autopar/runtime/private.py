@@ -14,6 +14,8 @@
     REDUCTIONS, PendingNorm    DTensor's rules of sums and norms, and its placement of a norm that is pending
     local_part          what a DTensor holds, to be written to in place
     like_part           a local part as a DTensor that lies as another does: `from_local` checks and counts anew
+    copy_each           copies between two lists of tensors at once
+    compiled_freeing    compiled code that frees its operands; torch.compile's own holds them
     set_timeout         how long a group's collectives wait
     job_store           the key-value store that the ranks of a job share
     function_of         the Python code of a custom op
@@ -37,7 +39,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -172,6 +174,25 @@ def copy_each(into: Any, values: Any) -> None:
     """Copy each value into the tensor of the same place, in as few kernels as can be; without autograd."""
     with torch.no_grad():
         torch._foreach_copy_(into, values)
+
+
+FREEING = ("inductor", "aot_eager")  # backends whose code may take a list of operands and empty it
+
+
+def compiled_freeing(
+    graph: torch.fx.GraphModule, backend: str, given: list[Tensor]
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """What a backend of torch.compile makes of a graph that pops its operands from one list, which a call empties.
+
+    It is compiled for tensors that lie as those in `given`.
+    """
+    (operands,) = graph.graph.find_nodes(op="placeholder")
+    operands.meta["steal_arg"] = True  # as compiled autograd asks for it
+    mode = FakeTensorMode()
+    made: Callable[[list[Tensor]], Sequence[Tensor]] = torch._dynamo.lookup_backend(backend)(
+        graph, [[mode.from_tensor(x) for x in given]]
+    )
+    return made
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

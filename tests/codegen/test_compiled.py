@@ -7,6 +7,8 @@ import inspect
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.letters import NotServed
@@ -52,6 +54,40 @@ def test_a_compiler_around_the_model_runs_it_as_it_is():
         "compiled around", results(mine, torch.compile(mine, backend="eager")(**batch)), expected, 1e-9
     ).check()
     assert inspect.signature(mine.forward) == inspect.signature(model.forward)
+
+
+class Alive(TorchDispatchMode):
+    """Counts at each op how many of some storages are left."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.held, self.left = [StorageWeakRef(t.untyped_storage()) for t in tensors], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.left.append(sum(not ref.expired() for ref in self.held))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", [False, "aot_eager"])
+def test_a_compiled_backward_frees_what_it_has_read(backend):
+    model = autopar.autoparallelize(Deep(), {"x": torch.randn(8, 16)}, mesh=1, compile=backend)
+    model(torch.randn(8, 16)).backward()
+    loss = model(torch.randn(8, 16))
+    shapes = {(8, 16)}  # activations: parameters stay anyway
+    with Alive([t for t in loss.grad_fn.saved_tensors if tuple(t.shape) in shapes]) as seen:
+        loss.backward()
+    assert set(seen.left) == set(range(len(seen.held) + 1))  # one after the other
+
+
+class Deep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
 
 
 @pytest.mark.nightly
