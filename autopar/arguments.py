@@ -15,7 +15,7 @@ from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
 from autopar.tracer import Assume
-from autopar.tracer.precision import Precision
+from autopar.tracer.precision import DTYPES, Precision
 
 RESERVE = 0.1  # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
 _UNITS = {
@@ -28,15 +28,6 @@ _MOST_BYTES = 2**62
 _MOST_OPTIMIZER_BYTES = 1e6  # of its states for each parameter
 _STATE_BYTES = {"Adagrad": 4, "Adadelta": 8, "Adamax": 8, "NAdam": 8, "RAdam": 8, "Rprop": 8, "ASGD": 4, "Muon": 4}
 _LEAST_BYTES = 1024  # of a budget: less is a number of GiB
-_PRECISIONS = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-}
 
 
 def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
@@ -173,13 +164,13 @@ def precision_of(given: Any) -> Precision | None:
     name = str(given).removeprefix("torch.").lower()
     if name == "no":  # as the model is stored
         return None
-    if name not in _PRECISIONS:
+    if name not in DTYPES:
         raise NotServed(
             f"precision={given!r} is no Precision",
-            seen=among(_PRECISIONS, given),
+            seen=among(DTYPES, given),
             advice='autopar.Precision(param="bfloat16", reduce="float32"), or "bf16" for that',
         )
-    return Precision(_PRECISIONS[name], "float32")
+    return Precision(name, "float32")
 
 
 def check_pad_to(pad_to: Any) -> None:

@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 
     from autopar.tracer.recorder import Recorder
 
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = {  # by the names that a caller may use
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+    "fp64": "float64",
+    "float64": "float64",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +52,14 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param", "reduce"):
             given = getattr(self, name)
-            if isinstance(given, torch.dtype):
-                object.__setattr__(self, name, str(given).removeprefix("torch."))
-            if getattr(self, name) not in _DTYPES:
+            dtype = DTYPES.get(str(given).removeprefix("torch.").lower())
+            if dtype is None:
                 raise NotServed(
                     f"Precision({name}={given!r}) names no floating dtype",
-                    seen=f"known: {', '.join(_DTYPES)}",
+                    seen=f"known: {', '.join(DTYPES)}",
                     advice='autopar.Precision(param="bfloat16", reduce="float32")',
                 )
+            object.__setattr__(self, name, dtype)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The tensor in the dtype of compute; integers stay."""

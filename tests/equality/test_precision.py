@@ -150,10 +150,14 @@ def test_what_is_no_precision_is_a_letter(wrong):
         autopar.plan(model, batch, mesh=2, precision=wrong)
 
 
-@pytest.mark.parametrize("wrong", [dict(param="int8"), dict(reduce="fp32"), dict(param=None)])
+@pytest.mark.parametrize("wrong", [dict(param="int8"), dict(reduce="fp8"), dict(param=None)])
 def test_a_dtype_that_does_not_float_is_a_letter(wrong):
     with pytest.raises(Letter, match="no floating dtype"):
         Precision(**wrong)
+
+
+def test_a_dtype_goes_by_its_short_name_and_by_torchs():
+    assert Precision("bf16", "FP32") == Precision(torch.bfloat16, torch.float) == Precision()
 
 
 def test_a_gradient_that_never_has_the_dtype_of_reduction_is_a_letter():
