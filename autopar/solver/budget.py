@@ -181,7 +181,8 @@ class Budgeted:
         for _ in range(self.rounds):
             point, worth = self._worth(at, budget, self.is_large)
             tried.add(at.rounded)
-            if math.isfinite(point.seconds):
+            is_known = any(point.picked == p.picked for p in points)
+            if math.isfinite(point.seconds) and not is_known:
                 points.append(point)
             if worth > bound:
                 centre, bound = at, worth
@@ -198,8 +199,10 @@ class Budgeted:
             left = 0.0 if best is None else little * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
                 break  # no price is worth more, or so little of what is open
-            # before any plan fits it leaps, until a leap leads nowhere; from then on it goes half the way
-            steps = (ahead,) if best is None and centre is at else (ahead.towards(centre), ahead)
+            # before any plan fits it leaps, until a leap leads nowhere; from then on it goes half the way, and all of it
+            # where half led to a plan that was known: the prices ahead are the best of all plans that are
+            leaps = is_known or (best is None and centre is at)
+            steps = (ahead,) if leaps else (ahead.towards(centre), ahead)
             step = next((step for step in steps if step.rounded not in tried), None)
             if step is None:
                 break

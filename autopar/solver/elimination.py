@@ -287,7 +287,7 @@ class Elimination:
             try:
                 return Elimination(problem, {}, self.widest, len(around))
             except TooWide as e:
-                return e
+                return e.with_traceback(None)  # whose frames hold all tables, and each other
 
         return around, left.once(("region", len(inside), sizes, numbers), tables, run)
 
