@@ -164,7 +164,7 @@ class Budgeted:
         self,
         budget: float,
         gap: float,
-        incumbents: Iterable[Sequence[int]] = (),
+        incumbents: Iterable[Point] = (),
         until: float = math.inf,
         little: float = _LITTLE,
         proves: bool = True,
@@ -172,10 +172,15 @@ class Budgeted:
         """The fastest plan within a budget that prices lead to, and a lower bound.
 
         Prices are raised until plan and bound meet within the gap, or no price raises the bound, or, once there is a
-        plan, until the time `until`. Where tables are large, the bound is in single precision unless it `proves` it.
+        plan, until the time `until`. They begin with those that `incumbents`, plans met before, lead to. Where tables
+        are large, the bound is in single precision unless it `proves` it.
         """
-        points, times = [self.point(p) for p in incumbents], list[int]()
-        at = centre = Prices({}, (0.0,) * self.kinds)
+        points, times = list(incumbents), list[int]()
+        at = Prices({}, (0.0,) * self.kinds)
+        if points:  # the prices that they lead to
+            times = sorted({t for p in points for t in self._overfull(p, budget)})
+            at, _ = prices_of(points, times, budget, self.kinds)
+        centre = at
         bound, tried, asked = -math.inf, set[Any](), 0
         enough = max(gap, _WORTH if self.rounds == ROUNDS else _SAME)
         for _ in range(self.rounds):
@@ -199,8 +204,8 @@ class Budgeted:
             left = 0.0 if best is None else little * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
                 break  # no price is worth more, or so little of what is open
-            # before any plan fits it leaps, until a leap leads nowhere; from then on it goes half the way, and all of it
-            # where half led to a plan that was known: the prices ahead are the best of all plans that are
+            # before any plan fits it leaps, until a leap leads nowhere; from then on it goes half the way, and all of
+            # it where half led to a plan that was known: the prices ahead are the best for all that are
             leaps = is_known or (best is None and centre is at)
             steps = (ahead,) if leaps else (ahead.towards(centre), ahead)
             step = next((step for step in steps if step.rounded not in tried), None)
@@ -260,8 +265,8 @@ class Budgeted:
         for share in (0.3, 0.5, 0.7):  # plans met on the way to budgets between the two
             if min(p.peak for p in counted) <= bound * (1 + _NEAR):
                 break
-            found = self.fastest(bound + (best.peak - bound) * share, 0.02).points
-            best = min([best, *found], key=lambda p: (p.peak, p.seconds))
+            points = self.fastest(bound + (best.peak - bound) * share, 0.02, incumbents=points).points
+            best = min(points, key=lambda p: (p.peak, p.seconds))
         return best, min(bound, best.peak)
 
     def _overfull(self, point: Point, budget: float) -> list[int]:
