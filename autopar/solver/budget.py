@@ -247,7 +247,7 @@ class Budgeted:
         weights, done = dict.fromkeys(times, 1.0 / len(times)), list[dict[int, float]]()
         a_little = 1e-3 * first.peak / max(_TINY, first.seconds)  # what no row speaks of goes by time
         for _ in range(ROUNDS):
-            point, _ = self.at(weights, a_little)
+            point, _ = self.at(weights, a_little, is_rough=self.is_large)
             if math.isfinite(point.seconds):
                 points.append(point)
                 counted.append(self.points.by_tables(point))
@@ -265,7 +265,7 @@ class Budgeted:
         for share in (0.3, 0.5, 0.7):  # plans met on the way to budgets between the two
             if min(p.peak for p in counted) <= bound * (1 + _NEAR):
                 break
-            points = self.fastest(bound + (best.peak - bound) * share, 0.02, incumbents=points).points
+            points = self.fastest(bound + (best.peak - bound) * share, 0.02, points, proves=False).points
             best = min(points, key=lambda p: (p.peak, p.seconds))
         return best, min(bound, best.peak)
 

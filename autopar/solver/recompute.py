@@ -11,6 +11,7 @@ A policy by name, or a user's own, takes the place of `within`; its shardings ar
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,6 +151,7 @@ class JointSearch:
     bounds: dict[JointPrices, float] = field(default_factory=dict)
     rough: dict[JointPrices, float] = field(default_factory=dict)
     worths: dict[JointPrices, Availability] = field(default_factory=dict)  # of availability
+    smallest: Point | None = None  # once it was searched for
 
     @staticmethod
     def of(task: Task) -> JointSearch | None:
@@ -258,15 +260,32 @@ class JointSearch:
         """The plan of the lowest peak that was met."""
         return min((_lowest_of(lined) for lined in self.met.values()), key=lambda p: (p.peak, p.seconds))
 
+    def comes_near(self, peak: float) -> bool:
+        """Whether a plan of at most this peak is found; a search for the lowest one takes many times as long."""
+        task, first = self.task, Lined.of(self.task, self.first.point)
+        near = (
+            Lined.of(task, p) for p in itertools.chain([first.point], self._small(first)) if math.isfinite(p.seconds)
+        )
+        return any(_lowest_of(lined).peak <= peak for lined in near) or self.lowest().peak <= peak
+
+    def _small(self, first: Lined) -> Iterator[Point]:
+        """Shardings that are best where bytes are dear."""
+        usual, exposed = first.states.usual_price(self.tables.time), self.free.prices.exposed
+        for n in _DEAR:
+            yield self.task.counted.point(self._least(JointPrices(usual * n, exposed), first)[1].picked)
+
     def lowest(self) -> Point:
-        """The plan of the lowest peak that is found, the same under any budget.
+        """The plan of the lowest peak that is found, the same under any budget; searched for once.
 
         The search starts from the smallest sharding, the fastest, and those where bytes are dear.
         """
+        if self.smallest is None:
+            self.smallest = self._search_lowest()
+        return self.smallest
+
+    def _search_lowest(self) -> Point:
         task, first = self.task, Lined.of(self.task, self.first.point)
-        usual, exposed = first.states.usual_price(self.tables.time), self.free.prices.exposed
-        dear = [task.counted.point(self._least(JointPrices(usual * n, exposed), first)[1].picked) for n in _DEAR]
-        known = (task.counted.smallest()[0], first.point, *dear)
+        known = (task.counted.smallest()[0], first.point, *self._small(first))
         points = {tuple(p.picked): p for p in known if math.isfinite(p.seconds)}
         all_ = [Lined.of(task, p) for p in points.values()]
         for lined in all_:
@@ -451,9 +470,8 @@ def _auto(task: Task, without: Without) -> Findings:
     within.look_at_known()
     if within.best is None and joint.tables.fewest_bytes() > task.budget * _MET:
         return Findings(None, joint.bound(task.budget), joint.free)
-    lowest = joint.lowest() if within.best is None else None
-    if lowest is not None and lowest.peak > _FAR * task.budget:
-        return Findings(None, joint.bound(task.budget), joint.free, lowest=lowest)
+    if within.best is None and not joint.comes_near(_FAR * task.budget):
+        return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.lowest())
     within.run()
     found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
     if within.is_wide:  # shardings that need no recompute, or hold less
@@ -466,9 +484,8 @@ def _auto(task: Task, without: Without) -> Findings:
         found = replace(found, stopped=(*joint.stopped, *found.stopped))
     if found.best is not None:
         return found
-    lowest = lowest or joint.lowest()
-    fits = next((p for p in (joint.met_lowest(), lowest) if p.peak <= task.budget), None)
-    return replace(found, lowest=lowest) if fits is None else replace(found, best=fits)
+    fits = next((p for p in (joint.met_lowest(), joint.lowest()) if p.peak <= task.budget), None)
+    return replace(found, lowest=joint.lowest()) if fits is None else replace(found, best=fits)
 
 
 def _dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
