@@ -11,7 +11,6 @@ A policy by name, or a user's own, takes the place of `within`; its shardings ar
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -151,6 +150,7 @@ class JointSearch:
     bounds: dict[JointPrices, float] = field(default_factory=dict)
     rough: dict[JointPrices, float] = field(default_factory=dict)
     worths: dict[JointPrices, Availability] = field(default_factory=dict)  # of availability
+    small: list[Lined] = field(default_factory=list)  # as far as `_small` has come
     smallest: Point | None = None  # once it was searched for
 
     @staticmethod
@@ -262,17 +262,18 @@ class JointSearch:
 
     def comes_near(self, peak: float) -> bool:
         """Whether a plan of at most this peak is found; a search for the lowest one takes many times as long."""
-        task, first = self.task, Lined.of(self.task, self.first.point)
-        near = (
-            Lined.of(task, p) for p in itertools.chain([first.point], self._small(first)) if math.isfinite(p.seconds)
-        )
-        return any(_lowest_of(lined).peak <= peak for lined in near) or self.lowest().peak <= peak
+        return any(_lowest_of(lined).peak <= peak for lined in self._small()) or self.lowest().peak <= peak
 
-    def _small(self, first: Lined) -> Iterator[Point]:
-        """Shardings that are best where bytes are dear."""
+    def _small(self) -> Iterator[Lined]:
+        """The fastest sharding, and those that are best where bytes are dear; each is looked for once."""
+        first = Lined.of(self.task, self.first.point)
         usual, exposed = first.states.usual_price(self.tables.time), self.free.prices.exposed
-        for n in _DEAR:
-            yield self.task.counted.point(self._least(JointPrices(usual * n, exposed), first)[1].picked)
+        for k, times in enumerate((0.0, *_DEAR)):
+            if k == len(self.small):
+                at = JointPrices(usual * times, exposed)
+                point = self.task.counted.point(self._least(at, first)[1].picked) if k else first.point
+                self.small.append(Lined.of(self.task, point) if math.isfinite(point.seconds) else first)
+            yield self.small[k]
 
     def lowest(self) -> Point:
         """The plan of the lowest peak that is found, the same under any budget; searched for once.
@@ -284,11 +285,11 @@ class JointSearch:
         return self.smallest
 
     def _search_lowest(self) -> Point:
-        task, first = self.task, Lined.of(self.task, self.first.point)
-        known = (task.counted.smallest()[0], first.point, *self._small(first))
-        points = {tuple(p.picked): p for p in known if math.isfinite(p.seconds)}
-        all_ = [Lined.of(task, p) for p in points.values()]
+        smallest, _ = self.task.counted.smallest()
+        known = [*([Lined.of(self.task, smallest)] if math.isfinite(smallest.seconds) else []), *self._small()]
+        all_ = list({tuple(lined.point.picked): lined for lined in known}.values())
         for lined in all_:
+            lined.within(0.0)
             lined.polished(0.0)
         lined = min(all_, key=lambda lined: lined.lowest)
         while lined.polished(_LOWER * lined.lowest) is not None:
