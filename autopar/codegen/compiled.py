@@ -15,10 +15,11 @@ from torch import Tensor
 from autopar.codegen.freeing_calls import from_a_list
 from autopar.codegen.halves import extract
 from autopar.kernels.buffer_reuse import pure
-from autopar.runtime.private import FREEING, OpOverload, compiled_freeing
+from autopar.runtime.private import FREEING, TRACING, OpOverload, clean_room, compiled_freeing
 from autopar.runtime.random import IN_TORCH_OPS
 
 _WORTH = 2  # ops, from which on a run of them is compiled
+_AUTOCAST = ("cpu", "cuda")  # kinds of devices
 
 
 class CompiledRun(torch.nn.Module):
@@ -34,17 +35,27 @@ class CompiledRun(torch.nn.Module):
         self._call: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
 
     def forward(self, given: list[Tensor]) -> Sequence[Tensor]:
+        if any(map(torch.is_autocast_enabled, _AUTOCAST)):  # a backward inside of it: each op is cast, as eager's is
+            found: Sequence[Tensor] = self.part(*given)
+            return found
         if self._call is None:
-            self._call = self._compiled(given)
+            with TRACING, clean_room():
+                self._call = self._call or self._compiled(given)
         return self._call(given)
 
     def _compiled(self, given: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
         if self.backend in FREEING:
-            return compiled_freeing(from_a_list(self.part), self.backend, given)
+            return compiled_freeing(from_a_list(_copied(self.part)), self.backend, given)
         called: Callable[..., Sequence[Tensor]] = torch.compile(
             self.part, backend=self.backend, fullgraph=True, dynamic=False
         )
         return lambda given: called(*given)
+
+
+def _copied(part: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(part.graph, {}))
+    return fx.GraphModule(part, graph)
 
 
 def as_list(*values: Tensor) -> list[Tensor]:

@@ -7,7 +7,7 @@ tables.1, state.ema  an entry of a list or a dict that is an attribute
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -88,23 +88,27 @@ class Registered:
     """What is registered under some names in a model, whose modules are looked up once for each model.
 
     A path costs a walk through the modules, and a call would walk one for each of hundreds of buffers. The modules of a
-    parallel model stay what they are; what they hold may be another tensor in each call.
+    parallel model stay what they are; what they hold may be another tensor in each call, or in another dict.
     """
 
     def __init__(self, names: Sequence[str], kind: Literal["_parameters", "_buffers"]) -> None:
         self.names = names
         self._kind = kind
-        self._places: tuple[weakref.ref[torch.nn.Module], list[tuple[dict[str, Any], str]]] | None = None
+        # a model, and for each name the attributes of its module, which do not keep the module alive
+        self._places: tuple[weakref.ref[torch.nn.Module], list[tuple[Mapping[str, Any], str]]] | None = None
 
     def find(self, model: torch.nn.Module) -> list[Tensor | None]:
         """The tensor under each name; None where nothing is registered there."""
         if self._places is None or self._places[0]() is not model:
             modules = dict(model.named_modules(remove_duplicate=False))
             paths = [name.rpartition(".") for name in self.names]
-            held = [(getattr(modules[path], self._kind) if path in modules else {}, last) for path, _, last in paths]
+            held = [(vars(modules[path]) if path in modules else {}, last) for path, _, last in paths]
             self._places = weakref.ref(model), held
-        # of a ScriptModule they have no get()
-        return [of[last] if last in of else None for of, last in self._places[1]]  # noqa: SIM401
+        found = list[Tensor | None]()
+        for attributes, last in self._places[1]:
+            of = attributes.get(self._kind, ())
+            found.append(of[last] if last in of else None)  # noqa: SIM401 - of a ScriptModule they have no get()
+        return found
 
     def tensors(self, model: torch.nn.Module) -> list[Tensor]:
         """The tensor under each name, maybe in an attribute, a list or a dict."""

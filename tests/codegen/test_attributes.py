@@ -438,3 +438,22 @@ def test_a_copy_has_modes_and_gradients_of_its_own():
 
     for found in on_threads(2, body):
         torch.testing.assert_close(found, expected)
+
+
+def test_buffers_are_those_of_the_module_in_each_call():
+    """Replaced one by one, tied afterwards, or all at once with the dict that holds them."""
+    x = torch.randn(8, 4)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    mine = autopar.autoparallelize(copy.deepcopy(plain), {"input": x}, mesh=1)
+    for each in (plain, mine):
+        norm = each[1]
+        each(x)
+        norm.running_mean = torch.full((4,), 3.0)
+        each(x)
+        norm.__setstate__(copy.copy({**norm.__dict__, "_buffers": {k: v.clone() for k, v in norm._buffers.items()}}))
+        each(x)
+        norm._buffers = {k: v + 1 for k, v in norm._buffers.items()}
+        each(x)
+    torch.testing.assert_close(dict(mine.named_buffers()), dict(plain.named_buffers()))
+    assert mine[1].num_batches_tracked == 5
+    torch.testing.assert_close(mine.eval()(x), plain.eval()(x))

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.codegen import compiled
 from autopar.letters import NotServed
 from autopar.testing import Equality, on_processes, on_threads
 from tests.models import batch_of, eager_links, mlp_case
@@ -77,6 +78,37 @@ def test_a_compiled_backward_frees_what_it_has_read(backend):
     with Alive([t for t in loss.grad_fn.saved_tensors if tuple(t.shape) in shapes]) as seen:
         loss.backward()
     assert set(seen.left) == set(range(len(seen.held) + 1))  # one after the other
+
+
+def test_a_compiled_backward_under_autocast_is_eagers_and_the_next_is_not():
+    """What a user's autocast casts in one backward is not compiled into the next."""
+    model, x = Deep(), torch.randn(8, 16)
+    mine = autopar.autoparallelize(copy.deepcopy(model), {"x": x}, mesh=1, compile="aot_eager")
+    for within in (True, False, True):
+        for each in (model, mine):
+            each.zero_grad()
+            loss = each(x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=within):
+                loss.backward()
+        for p, q in zip(model.parameters(), mine.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_a_compilation_that_was_broken_off_is_begun_anew(monkeypatch):
+    x = torch.randn(8, 16)
+    mine = autopar.autoparallelize(Deep(), {"x": x}, mesh=1, compile="aot_eager")
+    begun = []
+
+    def broken_off(graph, backend, given):
+        begun.append(backend)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "compiled_freeing", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            mine(x)
+    mine(x).backward()
+    assert begun == ["aot_eager"] and all(p.grad is not None for p in mine.parameters())
 
 
 class Deep(torch.nn.Module):
