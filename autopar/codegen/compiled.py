@@ -19,7 +19,7 @@ from autopar.runtime.private import FREEING, TRACING, OpOverload, clean_room, co
 from autopar.runtime.random import IN_TORCH_OPS
 
 _WORTH = 2  # ops, from which on a run of them is compiled
-_AUTOCAST = ("cpu", "cuda")  # kinds of devices
+_AUTOCAST = ("cpu", "cuda")  # kinds of devices that may cast
 
 
 class CompiledRun(torch.nn.Module):
@@ -53,12 +53,14 @@ class CompiledRun(torch.nn.Module):
 
 
 def _copied(part: fx.GraphModule) -> fx.GraphModule:
+    """A copy, for a rewriting that may be broken off."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(part.graph, {}))
     return fx.GraphModule(part, graph)
 
 
 def as_list(*values: Tensor) -> list[Tensor]:
+    """A list of operands, which alone keeps them once their variables end."""
     return [*values]
 
 

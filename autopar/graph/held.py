@@ -85,7 +85,7 @@ def write_buffer(model: torch.nn.Module, name: str, value: Tensor) -> None:
 
 
 class Registered:
-    """What is registered under some names in a model, whose modules are looked up once for each model.
+    """Names of parameters or buffers, whose modules are looked up once for each model.
 
     A path costs a walk through the modules, and a call would walk one for each of hundreds of buffers. The modules of a
     parallel model stay what they are; what they hold may be another tensor in each call, or in another dict.
@@ -117,7 +117,10 @@ class Registered:
 
 
 def write_buffers(model: torch.nn.Module, buffers: Registered, values: Sequence[Tensor]) -> None:
-    """Give buffers their new values: all in place at once where shapes and dtypes are the same, else one by one."""
+    """Give buffers their new values, in place and together where shapes and dtypes stay.
+
+    Else, and where two names stand for one tensor, they are written one by one.
+    """
     held = [tensor for tensor in buffers.find(model) if type(tensor) is Tensor]
     are_apart = len(set(map(id, held))) == len(values)  # and there are as many
     if values and are_apart and all(map(_is_like, held, values)):

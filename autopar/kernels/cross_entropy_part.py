@@ -49,7 +49,7 @@ def shares_kernel(MOST, REST, TOP, OUT, rows, ROWS: tl.constexpr):
 
 @jit
 def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_all, classes, ROWS: tl.constexpr):
-    """Write this device's share of the loss of a program's rows and, behind those of all, the rows' log-sum-exps.
+    """Write a program's sums over its rows: of this device's share of the loss, and of log-sum-exps.
 
     One device alone counts the log-sum-exps. A target that is no class gives NaN.
     """

@@ -182,9 +182,9 @@ FREEING = ("inductor", "aot_eager")  # backends whose code may take a list of op
 def compiled_freeing(
     graph: torch.fx.GraphModule, backend: str, given: list[Tensor]
 ) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """What a backend of torch.compile makes of a graph that pops its operands from one list, which a call empties.
+    """Code of a backend of torch.compile for a graph with one list of operands, which a call empties.
 
-    It is compiled for tensors that lie as those in `given`.
+    The graph pops its operands from that list. It is compiled for tensors that lie as those in `given`.
     """
     (operands,) = graph.graph.find_nodes(op="placeholder")
     operands.meta["steal_arg"] = True  # as compiled autograd asks for it

@@ -285,6 +285,7 @@ class JointSearch:
         return self.smallest
 
     def _search_lowest(self) -> Point:
+        """The plan of the lowest peak, by polishing the states of small shardings as far as that helps."""
         smallest, _ = self.task.counted.smallest()
         known = [*([Lined.of(self.task, smallest)] if math.isfinite(smallest.seconds) else []), *self._small()]
         all_ = list({tuple(lined.point.picked): lined for lined in known}.values())
