@@ -13,6 +13,7 @@ from autopar.ops import (
     recurrent,
     reductions,
     tables,
+    transforms,
     turns,
     views,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "recurrent",
     "reductions",
     "tables",
+    "transforms",
     "turns",
     "views",
 ]

@@ -1,4 +1,4 @@
-"""Recurrent layers, whose weights come as one list."""
+"""Recurrent layers, whose weights come as one list, and their cells, which make one step."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def recurrent(arguments: Mapping[str, Any]) -> Rule | None:
     return parse(f"{', '.join([row.format('i'), *held, *weights])} -> {', '.join([row.format('o'), *held])}")
 
 
+def one_step(arguments: Mapping[str, Any]) -> Rule | None:
+    """The batch may be cut; features stay whole. None for a row without a batch."""
+    hx = arguments["hx"]
+    states = hx if isinstance(hx, (tuple, list)) else (hx,)
+    if len(arguments["input"].shape) != 2:
+        return None
+    rows = ["b i!", *(f"b h{k}!" for k in range(len(states)))]
+    weights = ["g! i!", "g! h0!", "g!", "g!"]
+    return parse(f"{', '.join([*rows, *weights])} -> {', '.join(['b h0!', 'b h1!'][: len(states)])}")
+
+
 for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
     op(
         name,
@@ -31,3 +42,5 @@ for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         "input:T, hx:T, params:T, has_biases, num_layers, dropout, train, bidirectional, batch_first",
         rule=recurrent,
     )
+for name in ("lstm_cell", "gru_cell"):
+    op(name, getattr(torch, name), "input:T, hx:T, w_ih:T, w_hh:T, b_ih:T=None, b_hh:T=None", rule=one_step)

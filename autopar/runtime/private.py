@@ -78,6 +78,7 @@ ATEN_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 standard_gamma = torch._standard_gamma
 weight_norm = torch._weight_norm
 grouped_mm = torch._grouped_mm
+stft = torch._C._VariableFunctions.stft  # torch.stft pads, then calls it
 # homes of functions that torch's own Python code calls
 FUNCTIONS_OF_C = {
     "nn.": torch._C._nn,

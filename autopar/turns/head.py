@@ -146,7 +146,7 @@ class _Chunked(Writer):
         of_inputs = not wants and (
             node.op != "call_function" or all(self.values[n].lies.of_inputs for n in node.all_input_nodes)
         )
-        self.values[node] = Value(OnTime(WHOLE if wants else EVERYWHERE, of_inputs), made, made)
+        self.values[node] = Value(OnTime(WHOLE if wants else EVERYWHERE, of_inputs, of_batch=True), made, made)
 
     def _outside(self, node: fx.Node) -> None:
         if op_name(node) == "identity":  # names are given anew
@@ -172,9 +172,9 @@ class _Chunked(Writer):
             return False
         made = self.emit(node, operands, strategy)
         made.meta["info"] = replace(info(made), chunks=self.turns)
-        self.values[node] = Value(OnTime(strategy.outputs[0], False), made)
+        self.values[node] = Value(OnTime(strategy.outputs[0], False, of_batch=True), made)
         if node is self.head.loss:
-            self.values[node] = Value(OnTime(WHOLE, False), self.add_up(made))
+            self.values[node] = Value(OnTime(WHOLE, False, of_batch=True), self.add_up(made))
         return True
 
     def _is_by_rows(self, node: fx.Node, strategy: Strategy) -> bool:

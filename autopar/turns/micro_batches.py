@@ -98,18 +98,18 @@ class _MicroBatch(Writer):
         if about.kind != "input":
             made = self.copy(node)
             wants = about.outputs[0].requires_grad
-            lies = OnTime(WHOLE if wants else EVERYWHERE, not wants and about.kind == "buffer")
+            lies = OnTime(WHOLE if wants else EVERYWHERE, not wants and about.kind == "buffer", of_batch=False)
             self.values[node] = Value(lies, made, made)
             return
         type_ = about.outputs[0]
         if type_.shape[:1] != (self.rows,):
             made = self.copy(node)
-            self.values[node] = Value(OnTime(EVERYWHERE, True), made, made)
+            self.values[node] = Value(OnTime(EVERYWHERE, True, of_batch=False), made, made)
             return
         turn = self.copy(node, replace(type_, shape=(self.rows // self.turns, *type_.shape[1:])))
         whole = self.fx.create_node("placeholder", str(node.target), name=f"{node.name}_whole")
         whole.meta["info"] = replace(about, key=f"{about.key}{ALL}")
-        self.values[node] = Value(OnTime(flow(S(0)), True), turn, whole)
+        self.values[node] = Value(OnTime(flow(S(0)), True, of_batch=True), turn, whole)
 
     # -- ops
 
@@ -137,7 +137,7 @@ class _MicroBatch(Writer):
             whole = turn if is_whole else self.emit(node, operands, None)
         self.flows[node] = strategy.outputs
         first = strategy.outputs[0]
-        self.values[node] = Value(OnTime(first, of_inputs), turn, whole)
+        self.values[node] = Value(OnTime(first, of_inputs, any(g.of_batch for g in lies)), turn, whole)
 
     def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
         """The share of a turn of a whole value: its rows, or its part of a sum."""
@@ -159,7 +159,7 @@ class _MicroBatch(Writer):
             "call_function", node.target, (), dict(fx.map_arg(dict(node.kwargs), lambda n: next(turn))), name=node.name
         )
         made.meta["info"] = info(node)
-        self.values[node] = Value(OnTime(EVERYWHERE, False), made, None, is_after=True)
+        self.values[node] = Value(OnTime(EVERYWHERE, False, of_batch=True), made, None, is_after=True)
 
     def _added_up(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         value = self.values[node]
@@ -167,16 +167,25 @@ class _MicroBatch(Writer):
             return value.turn
         if value.lies.is_added and not type_of(node).shape:
             total = self.add_up(value.turn)
-            self.values[node] = Value(OnTime(EVERYWHERE, False), total, None, is_after=True)
+            self.values[node] = Value(OnTime(EVERYWHERE, False, of_batch=True), total, None, is_after=True)
             return total
         if value.whole is not None and not type_of(node).requires_grad:
             return value.whole
         raise NotServed(
-            f"{op_name(reader)} looks at all rows of a batch, and a micro-batch has some of them",
+            f"{op_name(reader)} {self._why_all_rows(reader)}, and a micro-batch has some of them",
             at=info(reader).source,
             seen=f"{node.name}: {type_of(node)}",
             advice=_AS_A_BATCH,
         )
+
+    def _why_all_rows(self, reader: fx.Node) -> str:
+        """Why an op needs all rows of a batch, as far as is known."""
+        operands = [self.values[n] for n in reader.all_input_nodes]
+        if any(value.is_after or value.lies.is_added for value in operands):
+            return "takes a sum over all rows of a batch"
+        if reader.op == "call_function" and self.bindings.rules[reader] is None:
+            return "has no sharding rule, so it may look at all rows of a batch"
+        return "looks at all rows of a batch"
 
     # -- outputs
 
@@ -205,6 +214,8 @@ class _MicroBatch(Writer):
     def _update(self, place: int, source: fx.Node) -> fx.Node:
         """The new value of a buffer, which every turn makes alike."""
         value = self.values[source]
+        if value.whole is not None:
+            return value.whole
         if value.lies.flow.value != R or value.is_after:
             raise NotServed(
                 f"{self.graph.updates[place][1]} is written from all rows of a batch, and a micro-batch has some of "

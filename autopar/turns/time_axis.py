@@ -43,6 +43,7 @@ class OnTime:
 
     flow: Flow
     of_inputs: bool  # is it made of inputs and constants alone, without a gradient?
+    of_batch: bool  # does it depend on the rows of the batch? A table of as many rows does not
 
     @property
     def is_cut(self) -> bool:
@@ -81,11 +82,13 @@ def strategy_in_turns(
     """The strategy by which an op runs in turns on operands that lie so; None where there is none.
 
     A whole operand may be taken as rows of it, or as a number that one turn adds to a sum; one that depends on inputs
-    alone may be taken in any placement. Preferred are results that are cut as an operand is, or in the rows of the
-    batch; then the fewest changes of operands. With `cut` the result must be cut so.
+    alone may be taken in any placement. Preferred are results that are cut as an operand of the batch is, or in as many
+    rows as the batch has, if they are available whole too; else whole ones; then the fewest changes of operands. With
+    `cut` the result must be cut so.
     """
     of_inputs = all(g.of_inputs for g in given) and not any(t.requires_grad for t in info(node).outputs)
-    should_be_cut = any(g.is_cut for g in given) or (of_inputs and info(node).outputs[0].shape[:1] == (rows,))
+    has_rows = of_inputs and info(node).outputs[0].shape[:1] == (rows,)
+    should_be_cut = has_rows or any(g.is_cut and g.of_batch for g in given)
     best, cost = None, (True, len(given) * 2 + 1)
     for strategy in _strategies(node, binding, operands, given):
         if cut is not None and strategy.outputs[0].value != cut:
@@ -93,9 +96,10 @@ def strategy_in_turns(
         changes = _changes(strategy, given, operands, turns)
         if changes is None or not _adds_up(strategy, info(node).outputs):
             continue
-        is_whole = should_be_cut and all(f.value == R for f in strategy.outputs)
-        if (is_whole, changes) < cost and _runs_in_turns(node, binding, strategy, turns):
-            best, cost = strategy, (is_whole, changes)
+        results = [f.value for f in strategy.outputs]
+        is_other = all(r == R for r in results) if should_be_cut else any(r.is_shard for r in results)
+        if (is_other, changes) < cost and _runs_in_turns(node, binding, strategy, turns):
+            best, cost = strategy, (is_other, changes)
     return best
 
 

@@ -119,7 +119,7 @@ class Writer(abc.ABC):
         if value.whole is not None and whole is None:
             whole = self._taking(node, value.whole, ALL)
         flows = self.flows[producer]
-        self.values[node] = Value(OnTime(flows[int(str(place))], value.lies.of_inputs), made, whole)
+        self.values[node] = Value(replace(value.lies, flow=flows[int(str(place))]), made, whole)
 
     def _taking(self, node: fx.Node, producer: fx.Node, suffix: str = "") -> fx.Node:
         place = int(str(node.args[1]))

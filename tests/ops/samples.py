@@ -19,6 +19,10 @@ def positive(*shape):
     return (torch.rand(*shape, dtype=torch.float64, generator=RANDOM) + 0.5).requires_grad_()
 
 
+def waves(*shape):
+    return torch.randn(*shape, dtype=torch.complex128, requires_grad=True, generator=RANDOM)
+
+
 SAMPLES = {
     "linear": [
         dict(input=normal(5, 7, 4), weight=normal(6, 4), bias=normal(6)),
@@ -364,6 +368,24 @@ SAMPLES |= {
     ],
     **{op: [dict(input=normal(3), size=(6, 5))] for op in ("new_zeros", "new_ones")},
     "new_full": [dict(input=normal(3), size=(6, 5), fill_value=2.0)],
+    **{op: [dict(input=normal(6, 5, 4)), dict(input=normal(6, 5, 4), n=7, dim=1)] for op in ("fft", "rfft", "ihfft")},
+    **{op: [dict(input=waves(6, 5, 4)), dict(input=waves(6, 5, 4), n=7, dim=1)] for op in ("ifft", "irfft", "hfft")},
+    **{op: [dict(input=normal(6, 5, 4)), dict(input=normal(6, 5, 4), dim=(0, 1))] for op in ("fft2", "rfft2")},
+    **{op: [dict(input=waves(6, 5, 4)), dict(input=waves(6, 5, 4), dim=(0, 1))] for op in ("ifft2", "irfft2")},
+    **{op: [dict(input=normal(6, 5, 4), s=(3, 4))] for op in ("fftn", "rfftn", "ihfftn")},
+    **{op: [dict(input=waves(6, 5, 4), dim=(1,)), dict(input=waves(6, 5))] for op in ("ifftn", "irfftn", "hfftn")},
+    "hfft2": [dict(input=waves(6, 5, 4))],
+    "ihfft2": [dict(input=normal(6, 5, 4))],
+    **{op: [dict(input=normal(6, 5, 4)), dict(input=waves(6, 5), dim=1)] for op in ("fftshift", "ifftshift")},
+    "stft": [
+        dict(input=normal(6, 32), n_fft=8, hop_length=4, window=positive(8), return_complex=True),
+        dict(input=normal(32), n_fft=8, onesided=False, return_complex=False),
+    ],
+    "istft": [dict(input=waves(6, 5, 9), n_fft=8, window=positive(8)), dict(input=waves(5, 9), n_fft=8, length=20)],
+    **{
+        op: [dict(input=normal(6, 5), hx=hx, w_ih=normal(n * 4, 5), w_hh=normal(n * 4, 4), b_ih=normal(n * 4))]
+        for op, n, hx in (("lstm_cell", 4, (normal(6, 4), normal(6, 4))), ("gru_cell", 3, normal(6, 4)))
+    },
 }
 
 

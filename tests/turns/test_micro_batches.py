@@ -440,3 +440,83 @@ def test_a_broken_compiler_is_noticed(mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(Unequal):
         check("broken", [on_rank(0, "gpt2", DeviceMesh((1,)), microbatches=4)], "gpt2")
+
+
+class Layer(nn.Module):
+    """A layer, a table and buffers of as many rows as the batch has, and what is computed with them."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.layer, self.cell, self.unit = nn.Linear(8, 8), nn.LSTMCell(8, 8), nn.GRUCell(8, 8)
+        self.table = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("mean", torch.linspace(0, 1, 8))
+        self.register_buffer("places", torch.arange(8).flip(0))
+        self.compute = compute
+
+    def forward(self, x):
+        return self.compute(self, self.layer(x)).abs().pow(2).mean()
+
+
+def _steps(self, x):
+    state = h = x.new_zeros(8, 8), x.new_zeros(8, 8)
+    for t in range(x.shape[1]):
+        state = self.cell(x[:, t], state)
+        h = self.unit(x[:, t], state[0])
+    return h
+
+
+def _running(self, x):
+    with torch.no_grad():
+        self.mean.lerp_(self.mean.flip(0), 0.1)
+        self.places.copy_(self.places.roll(1))
+    return x + self.mean + self.table[self.places].softmax(0)[0]
+
+
+BY_ROWS = {
+    "transforms": lambda self, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, n=6, dim=1) + torch.fft.fft2(x),
+    "short transforms": lambda self, x: torch.stft(x.flatten(1), 16, window=self.mean.repeat(2), return_complex=True),
+    "cells": _steps,
+    "a running mean": _running,
+    "a table of as many rows": lambda self, x: x @ (self.table[self.places] @ self.table.T).softmax(0),
+    "rows with parameters": lambda self, x: x.sum(1) * self.table[self.places].tanh(),
+    "masks of positions": lambda self, x: torch.ones(8, 8, dtype=x.dtype).tril() @ x.mT,
+}
+
+
+@pytest.mark.parametrize("compute", BY_ROWS.values(), ids=BY_ROWS)
+def test_what_is_no_row_of_the_batch_stays_whole(compute):
+    """Ops along other dims are of some rows; buffers and tables are not, even if they have as many rows as the batch."""
+    torch.manual_seed(0)
+    model, batch = Layer(compute).double(), {"x": torch.randn(8, 6, 8).double()}
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=(1,), microbatches=4)
+    for call in range(2):
+        expected, found = model(**batch), mine(**batch)
+        torch.testing.assert_close(found, expected, msg=str(call))
+    expected.backward()
+    found.backward()
+    for (name, p), q in zip(model.named_parameters(), mine.parameters(), strict=True):
+        torch.testing.assert_close(whole(q.grad) if q.grad is not None else None, p.grad, msg=name)
+    for (name, p), q in zip(model.named_buffers(), mine.buffers(), strict=True):
+        torch.testing.assert_close(whole(q), p, msg=name)
+
+
+@torch.library.custom_op("autopar_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(lambda x: torch.empty_like(x))
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+@pytest.mark.parametrize(
+    "compute, why",
+    [
+        (lambda self, x: doubled(x), "has no sharding rule, so it may look at all rows"),
+        (lambda self, x: x - x.mean(0), "takes a sum over all rows"),
+        (lambda self, x: x.sort(0).values, "sort looks at all rows"),
+    ],
+)
+def test_a_letter_says_why_rows_are_needed(compute, why):
+    with pytest.raises(NotServed, match=why):
+        autopar.plan(Layer(compute), {"x": torch.randn(8, 6, 8)}, mesh=(1,), microbatches=4)
