@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,21 +20,9 @@ def full_like(input: Tensor, fill_value: float, dtype: torch.dtype | None = None
     return torch.full_like(input, fill_value, dtype=dtype)
 
 
-def new(name: str) -> Callable[..., Tensor]:
-    """A factory that takes its dtype and device from a tensor, such as `new_zeros`."""
-
-    def call(input: Tensor, size: Sequence[int], dtype: torch.dtype | None = None, **fill: float) -> Tensor:
-        return getattr(input, name)(tuple(size), dtype=dtype, **fill)
-
-    call.__name__ = name
-    return call
-
-
 def filled(arguments: Mapping[str, Any]) -> Rule:
     """The rule of a constant, or of draws by position: each device makes its own part."""
-    made = " ".join(f"a{i}*" for i in range(len(arguments["size"])))
-    unused = " ".join(f"x{i}!" for i in range(len(arguments["input"].shape))) if "input" in arguments else None
-    return parse(f"{'nothing' if unused is None else unused} -> {made}")
+    return parse(f"nothing -> {' '.join(f'a{i}*' for i in range(len(arguments['size'])))}")
 
 
 def arange(arguments: Mapping[str, Any]) -> Rule:
@@ -80,6 +68,7 @@ op(
     torch.full,
     "size:SHAPE, fill_value, *, dtype=None",
     (torch.full, "size, fill_value, *, dtype=None, **how"),
+    (T.new_full, "input, size, fill_value, *, dtype=None, **how"),
     rule=filled,
     serves="*",
     keeps="",
@@ -105,6 +94,7 @@ for name in ("zeros", "ones", "empty"):
         getattr(torch, name),
         "size:SHAPE, *, dtype=None",
         (getattr(torch, name), "*size, dtype=None, **how"),
+        (getattr(T, f"new_{name}"), "input, *size, dtype=None, **how"),  # only its dtype is the input's
         rule=filled,
         serves="*",
         keeps=keeps,
@@ -121,28 +111,6 @@ for name in ("zeros", "ones", "empty"):
         keeps="",
         reach=reach,
     )
-    op(
-        f"new_{name}",
-        new(f"new_{name}"),
-        "input:T, size:SHAPE, *, dtype=None",
-        (getattr(T, f"new_{name}"), "input, *size, dtype=None, **how"),
-        rule=filled,
-        serves="*",
-        keeps=keeps,
-        reach=reach,
-        sized=True,
-    )
-op(
-    "new_full",
-    new("new_full"),
-    "input:T, size:SHAPE, fill_value, *, dtype=None",
-    (T.new_full, "input, size, fill_value, *, dtype=None, **how"),
-    rule=filled,
-    serves="*",
-    keeps="",
-    reach="from nothing",
-    sized=True,
-)
 spelled = (torch.tensor, "data, *, dtype=None, **how")
 op(
     "tensor",

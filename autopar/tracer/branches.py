@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LARGEST = 1 << 26  # elements of a tensor that is computed to answer a question
 _DRAWS = ("rand", "rand_like")
 _COMPARED = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
-_BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+_BY_SHAPE = ("ones_like", "zeros_like", "full_like")
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False}
 
 

@@ -180,7 +180,7 @@ def _prove_op(name: str, node, arguments, spaces, found: Findings) -> None:
     if rule is None:  # it has no tensor operands: a literal
         return
     with_form = rule.masked | rule.inside | (rule.made if op_name(node) == "arange" else frozenset())
-    if op_name(node).startswith(("empty", "new_empty")):  # what it holds is nobody's claim
+    if op_name(node).startswith("empty"):  # what it holds is nobody's claim
         return
     draws = [(arguments, False)]
     for numbers in (FINITE, INFINITE) if op_name(node) not in READ_AS_PLACES else ():

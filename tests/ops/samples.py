@@ -346,7 +346,6 @@ SAMPLES |= {
     "full": [dict(size=(6, 5), fill_value=2.0)],
     "empty": [],
     "empty_like": [],
-    "new_empty": [],
     **{
         op: []
         for op in (
@@ -366,8 +365,6 @@ SAMPLES |= {
         dict(input=normal(6, 5, 4), index=(..., torch.tensor([[3, 0]]), slice(None)), value=2.0),
         dict(input=normal(6, 5, 4), index=torch.tensor([3, 0]), value=normal(5, 1)),
     ],
-    **{op: [dict(input=normal(3), size=(6, 5))] for op in ("new_zeros", "new_ones")},
-    "new_full": [dict(input=normal(3), size=(6, 5), fill_value=2.0)],
     **{op: [dict(input=normal(6, 5, 4)), dict(input=normal(6, 5, 4), n=7, dim=1)] for op in ("fft", "rfft", "ihfft")},
     **{op: [dict(input=waves(6, 5, 4)), dict(input=waves(6, 5, 4), n=7, dim=1)] for op in ("ifft", "irfft", "hfft")},
     **{op: [dict(input=normal(6, 5, 4)), dict(input=normal(6, 5, 4), dim=(0, 1))] for op in ("fft2", "rfft2")},
