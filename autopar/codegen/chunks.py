@@ -60,17 +60,18 @@ def write_out_chunks(joint: JointGraph) -> None:
     after     c = slice(x, 0, 0, 4);  s = loss(c);  e = loss_backward(1, c);  c1 = slice(x, 0, 4, 8);  ...
               u = add(s, s1);  k = cat([e, e1]);  dx = mul(k, g)
     """
-    for total in joint.graph.find_nodes(op="call_function", target=ADDED_UP):
-        _Region.of(joint, total).write_out(joint)
+    totals = list(joint.graph.find_nodes(op="call_function", target=ADDED_UP))
+    if totals:
+        _Region.of(joint, totals).write_out(joint)
     joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     joint.read_output()
 
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """The nodes that are copied once per chunk, in order, the sum that ends them, and the seed of their backward."""
+    """The nodes that are copied once per chunk, in order, the sums that end them, and the seed of their backward."""
 
-    total: fx.Node
+    totals: list[fx.Node]
     forward: list[fx.Node]
     backward: list[fx.Node]
     seed: fx.Node | None
@@ -79,14 +80,14 @@ class _Region:
     rows: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # rows of each chunk, concatenated in the end
 
     @staticmethod
-    def of(joint: JointGraph, total: fx.Node) -> _Region:
+    def of(joint: JointGraph, totals: list[fx.Node]) -> _Region:
         forward: dict[fx.Node, None] = {}
         backward: dict[fx.Node, None] = {}
         seeds = list(joint.graph.find_nodes(op="call_function", target=SEED))
-        region = total.meta[REGION]
-        late = set(joint.tangents)  # depends on the gradient that arrives, so it is computed once and not per chunk
+        region = totals[0].meta[REGION]
+        late = set(joint.tangents)  # depends on the gradient that arrives, or on all chunks, so it is computed once
         for node in joint.graph.nodes:
-            if node.op != "call_function" or node is total:
+            if node.op != "call_function" or node in totals:
                 continue
             varies = any(a in forward or a in backward for a in node.all_input_nodes)
             is_whole = any(a in late or a.target is UNCHUNK for a in node.all_input_nodes)
@@ -94,31 +95,36 @@ class _Region:
                 forward[node] = None
             elif node.target is SEED or (varies and not is_whole and _comes_of(node, region, backward)):
                 backward[node] = None
-            elif is_whole:
+            elif (
+                is_whole or varies
+            ):  # what is converted behind a chunk's gradient is converted once, as are its readers
                 late.add(node)
+        outside = (u for n in forward for u in n.users if u not in forward and u not in backward and u not in totals)
+        assert not any(u in late for u in outside), "rows of a chunk are read behind all chunks"
         chunks = {int(str(n.args[2])) for n in forward if n.target is CHUNK}
         assert len(chunks) == 1 and len(seeds) <= 1, (chunks, seeds)
-        return _Region(total, list(forward), list(backward), seeds[0] if seeds else None, chunks.pop())
+        return _Region(totals, list(forward), list(backward), seeds[0] if seeds else None, chunks.pop())
 
     def write_out(self, joint: JointGraph) -> None:
-        """Insert a copy of the region per chunk before the sum, and replace sum and gradients by totals."""
-        graph, inside = joint.graph, {*self.forward, *self.backward}
-        reading = [n for n in self.backward if n.target is not SEED]  # a seed's operand arrives behind the sum
-        _move_before(self.total, (a for n in reading for a in n.all_input_nodes if a not in inside))
+        """Insert a copy of the region per chunk before the first sum, and replace sums and gradients by totals."""
+        graph, inside, place_of_all = joint.graph, {*self.forward, *self.backward}, self.totals[0]
+        reading = [n for n in (*self.forward, *self.backward) if n.target is not SEED]  # its operand arrives behind
+        _move_before(place_of_all, (a for n in reading for a in n.all_input_nodes if a not in inside))
         ends = [n for n in self.backward if not inside.issuperset(n.users)]
-        loss = self.total.args[0]
-        assert isinstance(loss, fx.Node)
+        numbers = [n for total in self.totals for n in total.all_input_nodes]
         for place in range(self.chunks):
-            with graph.inserting_before(self.total):
+            with graph.inserting_before(place_of_all):
                 copies = self._copies(graph, place)
-                self._add(graph, loss, copies[loss])
+                for number in numbers:
+                    self._add(graph, number, copies[number])
                 for end in ends:
                     if end.target is UNCHUNK:
                         self.rows.setdefault(end, []).append(copies[end])
                     else:
                         self._add(graph, end, copies[end])
-        self.total.replace_all_uses_with(self.sums.pop(loss))
-        with graph.inserting_before(self.total):
+        for total, number in zip(self.totals, numbers, strict=True):
+            total.replace_all_uses_with(self.sums.pop(number))
+        with graph.inserting_before(place_of_all):
             made = {end: self._whole(graph, end) for end in ends}
         for end, whole in made.items():
             whole.meta[EARLY] = True

@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
@@ -233,3 +234,83 @@ def test_gradients_that_arrive_beside_those_of_chunks(logits, loss):
     for (name, p), q in zip(model.named_parameters(), mine.parameters(), strict=True):
         if p.grad is not None:
             torch.testing.assert_close(whole(q.grad), p.grad, msg=name)
+
+
+def _penalised(m, z, t):
+    return {"loss": F.cross_entropy(z.flatten(0, 1), t.flatten()) + 1e-2 * z.logsumexp(-1).pow(2).mean()}
+
+
+def _masked(m, z, t):
+    losses, mask = F.cross_entropy(z.flatten(0, 1), t.flatten(), reduction="none"), (t.flatten() > 3).to(z.dtype)
+    return {"loss": (losses * mask).sum() / mask.sum()}
+
+
+def _counted(m, z, t):
+    mask = t != 2
+    right = ((z.argmax(-1) == t) & mask).sum() / mask.sum()
+    return {"loss": F.cross_entropy(z.flatten(0, 1), t.flatten()), "right": right, "logits": z}
+
+
+def _several(m, z, t):
+    z = z * m.scale
+    p = z.log_softmax(-1)
+    entropy = -(p.exp() * p).sum(-1).mean()
+    loss = F.cross_entropy(z.flatten(0, 1), t.flatten(), ignore_index=2, label_smoothing=0.1)
+    other = F.nll_loss(p.flatten(0, 1), t.flatten(), reduction="sum")
+    return {
+        "loss": m.scale * loss + other / 70 + entropy * 0.3,
+        "entropy": entropy.detach(),
+        "largest": z.amax(-1).sum(),
+    }
+
+
+class Numbers(Small):
+    """Several numbers of one product."""
+
+    def __init__(self, numbers):
+        super().__init__(None, None)
+        self.numbers, self.scale = numbers, torch.nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x, t):
+        return self.numbers(self, self.head(torch.tanh(self.inner(self.table(x)))), t)
+
+
+@pytest.mark.parametrize("parallel, ranks", [(None, 1), ("dp", 2), ("megatron", 2)], ids=str)
+@pytest.mark.parametrize("numbers", [_penalised, _masked, _counted, _several])
+def test_numbers_of_a_head_in_chunks_are_those_of_the_head(numbers, parallel, ranks):
+    """A loss of several sums, losses of rows behind a mask, and counts beside the loss."""
+    torch.manual_seed(0)
+    model = Numbers(numbers).double()
+    batch = {"x": torch.randint(0, 22, (4, 8)), "t": torch.randint(0, 22, (4, 8))}
+    mine = [copy.deepcopy(model) for _ in range(ranks)]
+    expected = model(**batch)
+    expected["loss"].backward()
+
+    def body(rank):
+        found = autopar.autoparallelize(mine[rank], batch, mesh=ranks, parallel=parallel, memory_budget="inf", chunks=4)
+        assert found.plan.chunks == 4
+        numbers = found(**batch)
+        numbers["loss"].backward()
+        return {k: whole(v).detach() for k, v in numbers.items() if k != "logits"}, found
+
+    def compared(rank):
+        numbers, found = body(rank)
+        for name, number in numbers.items():
+            torch.testing.assert_close(number, expected[name].detach(), msg=name)
+        for (name, p), q in zip(model.named_parameters(), found.parameters(), strict=True):
+            torch.testing.assert_close(whole(q.grad) if q.grad is not None else None, p.grad, msg=name)
+
+    on_threads(ranks, compared)
+
+
+@pytest.mark.parametrize(
+    "numbers, why",
+    [
+        (lambda m, z, t: _penalised(m, z - z.mean(), t), "sub looks at several rows"),
+        (lambda m, z, t: {"loss": _penalised(m, z, t)["loss"] * z.pow(2).mean()}, "several sums over rows"),
+    ],
+)
+def test_a_head_that_needs_all_rows_says_so(numbers, why):
+    batch = {"x": torch.randint(0, 22, (4, 8)), "t": torch.randint(0, 22, (4, 8))}
+    with pytest.raises(NotServed, match=why):
+        autopar.plan(Numbers(numbers), batch, mesh=(1,), chunks=4)

@@ -485,7 +485,7 @@ BY_ROWS = {
 
 @pytest.mark.parametrize("compute", BY_ROWS.values(), ids=BY_ROWS)
 def test_what_is_no_row_of_the_batch_stays_whole(compute):
-    """Ops along other dims are of some rows; buffers and tables are not, even if they have as many rows as the batch."""
+    """Ops along other dims are of some rows; buffers and tables are not, even if they are as long as the batch."""
     torch.manual_seed(0)
     model, batch = Layer(compute).double(), {"x": torch.randn(8, 6, 8).double()}
     mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=(1,), microbatches=4)
