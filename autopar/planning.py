@@ -1,7 +1,7 @@
 """`Planning`: the search for a plan of one graph, on one mesh or another.
 
-Where the fastest plan does not fit in the budget, the loss head runs in chunks (`turns/head.py`), and the search goes
-on with recompute.
+Where the fastest plan does not fit in the budget, the loss head runs in chunks (`turns/chunked.py`), and the search
+goes on with recompute.
 """
 
 from __future__ import annotations

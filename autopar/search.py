@@ -124,13 +124,13 @@ def _on_meshes(planning: Planning) -> Plan:
 
 
 def _turns_again(graph: Graph, request: Request) -> tuple[int | str, int | str]:
-    """Micro-batches and chunks for another batch: gcds of the numbers asked for and the batch's rows."""
-
-    def shared(asked: int | str, rows: int) -> int | str:
-        return asked if asked == "auto" else math.gcd(int(asked), rows)
-
+    """Micro-batches and chunks for another batch: as many as are asked for, as far as it has the rows."""
+    turns, chunks = request.microbatches, request.chunks
     head = head_of(graph, request.keeps_outputs).head
-    return shared(request.microbatches, rows_of_batch(graph)), shared(request.chunks, 1 if head is None else head.rows)
+    return (
+        turns if turns == "auto" else math.gcd(int(turns), rows_of_batch(graph)),
+        chunks if chunks == "auto" else min(int(chunks), 1 if head is None else head.rows),
+    )
 
 
 def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:

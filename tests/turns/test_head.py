@@ -18,7 +18,7 @@ from autopar.graph.kept import NotKept
 from autopar.letters import NotServed
 from autopar.testing import Equality, Unequal, on_processes, on_threads
 from autopar.tracer import ColoTracer
-from autopar.turns import in_chunks
+from autopar.turns import chunked, in_chunks
 from tests import language
 from tests.models import eager_links
 from tests.oracle import ByPosition, InFloat64
@@ -29,7 +29,7 @@ MODELS = ("gpt2", "llama", "bert", "t5")
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("count, mesh", [(2, (1,)), (8, (1,)), (4, (2, 2))], ids=str)
+@pytest.mark.parametrize("count, mesh", [(3, (1,)), (8, (1,)), (4, (2, 2))], ids=str)
 def test_a_head_in_chunks_is_the_head(name, count, mesh):
     mesh = DeviceMesh(mesh)
     check(
@@ -103,8 +103,8 @@ def test_logits_of_a_head_in_chunks_are_not_kept():
     for outputs in ("full", "sharded", ("logits",)):
         with pytest.raises(NotServed, match="the logits leave the step, or gradients arrive"):
             autopar.plan(model, batch, mesh=(1,), chunks=4, outputs=outputs)
-    with pytest.raises(NotServed, match="do not share its 16 rows"):
-        autopar.plan(model, batch, mesh=(1,), chunks=3)
+    with pytest.raises(NotServed, match="17 chunks are more than its 16 rows"):
+        autopar.plan(model, batch, mesh=(1,), chunks=17)
 
 
 def test_a_model_without_a_head_says_so():
@@ -178,12 +178,32 @@ def _out_of_order(patch):
     patch.setattr(chunks, "_side_by_side", lambda graph, node, parts: whole(graph, node, parts[::-1]))
 
 
-@pytest.mark.parametrize("mutant", [_one_chunk_twice, _unscaled, _last_sum, _out_of_order])
-def test_a_broken_compiler_is_noticed(mutant, monkeypatch):
+def _first_rows_again(patch):
+    """The rows that chunks do not share are taken to be the first."""
+    rows = chunked._rows_of
+    patch.setattr(chunked, "_rows_of", lambda made, value, dim, start, *more: rows(made, value, dim, 0, *more))
+
+
+def _without_the_rest(patch):
+    patch.setattr(chunked._Parted, "_added_up", lambda self, node: self.values[node].turn)
+
+
+@pytest.mark.parametrize(
+    "mutant, name, count",
+    [
+        (_one_chunk_twice, "gpt2", 4),
+        (_unscaled, "gpt2", 4),
+        (_last_sum, "gpt2", 4),
+        (_out_of_order, "gpt2", 4),
+        (_first_rows_again, "bert", 3),
+        (_without_the_rest, "bert", 3),
+    ],
+)
+def test_a_broken_compiler_is_noticed(mutant, name, count, monkeypatch):
     joint.LOWERED.clear()
     mutant(monkeypatch)
     with pytest.raises(Unequal):
-        check("broken", [on_rank(0, "gpt2", DeviceMesh((1,)), chunks=4)], "gpt2")
+        check("broken", [on_rank(0, name, DeviceMesh((1,)), chunks=count)], name)
     joint.LOWERED.clear()
 
 
@@ -264,6 +284,18 @@ def _several(m, z, t):
     }
 
 
+def _shifted(m, z, t):
+    """The rows of all tokens but the last, which no number of chunks shares evenly."""
+    rows = z[..., :-1, :].contiguous()
+    return {"loss": F.cross_entropy(rows.view(-1, 22), t[..., 1:].reshape(-1)), "logits": z}
+
+
+def _shifted_numbers(m, z, t):
+    z, t = torch.tanh(z / m.scale)[:, :-1] * 3, t[:, 1:]
+    loss = F.cross_entropy(z.transpose(1, 2), t) + m.inner.weight.pow(2).mean() + 1e-2 * z.logsumexp(-1).pow(2).mean()
+    return {"loss": loss, "right": (z.argmax(-1) == t).to(z.dtype).mean()}
+
+
 class Numbers(Small):
     """Several numbers of one product."""
 
@@ -275,13 +307,15 @@ class Numbers(Small):
         return self.numbers(self, self.head(torch.tanh(self.inner(self.table(x)))), t)
 
 
-@pytest.mark.parametrize("parallel, ranks", [(None, 1), ("dp", 2), ("megatron", 2)], ids=str)
-@pytest.mark.parametrize("numbers", [_penalised, _masked, _counted, _several])
-def test_numbers_of_a_head_in_chunks_are_those_of_the_head(numbers, parallel, ranks):
-    """A loss of several sums, losses of rows behind a mask, and counts beside the loss."""
+@pytest.mark.parametrize(
+    "parallel, ranks, shape", [(None, 1, (16, 5)), ("dp", 2, (4, 8)), ("megatron", 2, (2, 7))], ids=str
+)
+@pytest.mark.parametrize("numbers", [_penalised, _masked, _counted, _several, _shifted, _shifted_numbers])
+def test_numbers_of_a_head_in_chunks_are_those_of_the_head(numbers, parallel, ranks, shape):
+    """A loss of several sums, losses of rows behind a mask, counts beside the loss, and logits that are sliced."""
     torch.manual_seed(0)
     model = Numbers(numbers).double()
-    batch = {"x": torch.randint(0, 22, (4, 8)), "t": torch.randint(0, 22, (4, 8))}
+    batch = {"x": torch.randint(0, 22, shape), "t": torch.randint(0, 22, shape)}
     mine = [copy.deepcopy(model) for _ in range(ranks)]
     expected = model(**batch)
     expected["loss"].backward()
