@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,26 @@ def contiguous(input: Tensor) -> Tensor:
 def narrow(input: Tensor, dim: int, start: int, length: int) -> Tensor:
     """A range of one dim."""
     return input.narrow(dim, start, length)
+
+
+def slice_scatter(
+    input: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    """A copy with another value in a range of one dim."""
+    return _put_in(torch.slice_scatter, input, src, dim, start, end, step)
+
+
+def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """A copy with another value at one place of a dim."""
+    return _put_in(torch.select_scatter, input, src, dim, index)
+
+
+def _put_in(function: Callable[..., Tensor], input: Tensor, src: Tensor, dim: int, *place: int | None) -> Tensor:
+    """Call a scatter of torch, which differentiates complex ones only as pairs of real numbers."""
+    if not input.is_complex():
+        return function(input, src, dim, *place)
+    pairs = [torch.view_as_real(t.resolve_conj()) for t in (input, src)]
+    return torch.view_as_complex(function(*pairs, dim % input.dim(), *place))
 
 
 def split(input: Tensor, sections: tuple[int, ...], dim: int = 0) -> tuple[Tensor, ...]:
@@ -422,15 +442,27 @@ op("unfold", unfold, "input:T, dimension, size, step", T.unfold, rule=unfold_rul
 op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="", reach="end to end")
 op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="", reach="end to end")
 op("copy", copy, "input:T, source:T", rule=copy_rule, keeps="")
-each(
+op(
     "slice_scatter",
+    slice_scatter,
     "input:T, src:T, dim=0, start=None, end=None, step=1",
+    torch.slice_scatter,
+    T.slice_scatter,
     rule=put,
     keeps="",
     reach="overwritten",
     sized=True,
 )
-each("select_scatter", "input:T, src:T, dim, index", rule=put, keeps="", reach="overwritten")
+op(
+    "select_scatter",
+    select_scatter,
+    "input:T, src:T, dim, index",
+    torch.select_scatter,
+    T.select_scatter,
+    rule=put,
+    keeps="",
+    reach="overwritten",
+)
 each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="", inverse=inverses.diagonal)
 each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1", rule=diagonal)
 each("diag_embed", "input:T, offset=0, dim1=-2, dim2=-1", rule=diag_embed)
