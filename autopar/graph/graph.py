@@ -47,6 +47,7 @@ __all__ = [  # the value, the entries of its nodes, and runs of it on tensors
     "fresh_key",
     "rows_of_batch",
     "Replay",
+    "stops_gradients",
     "changing_buffers",
     "write_updates",
     "bind_inputs",
@@ -362,11 +363,11 @@ def _line(node: fx.Node) -> str:
     arguments = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
     module = f"    # {about.module}" if about.module else ""
     region = f"  checkpoint {about.checkpoint[-1]}" if about.checkpoint else ""
-    gradient = "  no gradient" if _stops_gradients(node) else ""
+    gradient = "  no gradient" if stops_gradients(node) else ""
     return f"{node.name}: {types} = {op_name(node)}({arguments}){module}{region}{gradient}"
 
 
-def _stops_gradients(node: fx.Node) -> bool:
+def stops_gradients(node: fx.Node) -> bool:
     """Whether a node was recorded without a gradient, though its dtype and an operand have one."""
     outputs = info(node).outputs
     if op_name(node) == "detach" or any(t.requires_grad for t in outputs):

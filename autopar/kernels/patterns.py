@@ -7,7 +7,7 @@ result; other names are operands, names in capitals are constants of any value.
     square = pow(input=wide, exponent=2)
 
 Sums and products match either way round. Only the result may be read from outside; of several results, a last line
-names them all.
+names them all. An op at which a gradient stops matches nothing: a kernel would hand it on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autopar.graph.graph import info, op_name
+from autopar.graph.graph import info, op_name, stops_gradients
 from autopar.ops.entry import Op
 from autopar.runtime import forms
 
@@ -172,9 +172,13 @@ def _value(pattern: Pattern, name: str, given: Any, bound: _Bound) -> Iterator[_
         step = pattern.steps.get(name)
         if step is None:
             yield {**bound, name: given}
-        elif called(given) == step.op and (info(given).random < 0 or step.op in _DRAWN):
+        elif called(given) == step.op and _may_match(given, step):
             for arguments in _orders(step):
                 yield from _arguments(pattern, list(arguments.items()), given.kwargs, {**bound, name: given})
+
+
+def _may_match(node: fx.Node, step: Member) -> bool:
+    return not stops_gradients(node) and (info(node).random < 0 or step.op in _DRAWN)
 
 
 def called(node: fx.Node) -> str:

@@ -11,7 +11,7 @@ import autopar
 from autopar.codegen.local import local_program
 from autopar.codegen.local_passes import use_kernels
 from autopar.graph.graph import run, type_of
-from autopar.kernels import NAMES, families
+from autopar.kernels import NAMES, families, groups
 from autopar.letters import BadPlan
 from autopar.tracer import ColoTracer
 from tests.kernels.sites import SITES, counts, program_of
@@ -187,3 +187,23 @@ def test_kernels_are_named_or_none():
     assert autopar.plan(model, batch, mesh=(1,), kernels=False, memory_budget="inf").kernels == ()
     said = dict(autopar.plan(model, batch, mesh=(1,), cluster="h100-1x8", memory_budget="inf").defaults)
     assert "measured" in said["kernels"]
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_ops_at_which_a_gradient_stops_are_in_no_group(blind):
+    """A norm whose scale is a constant of backward: a kernel would hand a gradient on through the scale."""
+
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weight = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            h = self.inner(x)
+            with torch.set_grad_enabled(not blind):
+                scale = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return (self.weight * (h * scale)).sum()
+
+    graph = ColoTracer().trace(Norm(), (torch.randn(4, 8),))
+    found = [family.name for family, _, _ in groups(graph.nodes, NAMES)]
+    assert found == ([] if blind else ["rms_norm"])
