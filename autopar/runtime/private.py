@@ -73,6 +73,8 @@ ctc_loss, ctc_loss_backward = torch.ops.aten._ctc_loss, torch.ops.aten._ctc_loss
 standard_gamma_grad, dirichlet_grad = torch.ops.aten._standard_gamma_grad, torch.ops.aten._dirichlet_grad
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 ASSERTIONS = (torch._assert, torch._assert_async)
+# functions over lists of tensors, by their names for one
+FOREACH = {name.removeprefix("_foreach_"): getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")}
 ATEN_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 standard_gamma = torch._standard_gamma

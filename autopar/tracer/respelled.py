@@ -7,6 +7,7 @@
     linear             with a bias that is not a vector of its columns: a product and a sum
     repeat_interleave  of a dim by a number: a dim more, which is merged, so that heads stay cut
     lstm, gru, rnn     with dropout between layers: a layer at a time
+    _foreach_...       lists of tensors: `lists.py`
     Gamma              torch lifts the smallest draws through a detached view
     BatchNorm          with momentum=None: torch reads the number of batches
 
@@ -27,6 +28,7 @@ from torch.distributions.gamma import Gamma
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.runtime.private import standard_gamma
+from autopar.tracer.lists import FOR_EACH
 
 
 def cov(
@@ -234,5 +236,6 @@ RESPELLED: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {
     F.gaussian_nll_loss: (gaussian_nll_loss, _always),
     F.linear: (linear_and_sum, adds_no_vector),
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), (repeated_in_place, repeats_rows)),
+    **{f: (calls, _always) for f, calls in FOR_EACH.items()},
     **{f: (by_layers(f), drops_between) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
