@@ -33,6 +33,7 @@ from autopar.ops.declare import WHOLE
 from autopar.ops.entry import Apply, Op
 from autopar.ops.lookup import functional, lookup
 from autopar.runtime.private import TO_COPY, FakeTensorMode, TorchDispatchMode, clean_room
+from autopar.tracer.rewriting import forward_past, stopped_like
 
 LONGEST = 64  # links: a recurrent module unrolled is not for a reader
 
@@ -406,8 +407,16 @@ def _splice(graph: Graph, node: fx.Node, chain: Chain) -> None:
     parts = walks.parts(node)
     if parts:
         for part in parts:
-            part.replace_all_uses_with(made[chain.results[part.args[1]]])
-            graph.fx.erase_node(part)
+            _give_way(part, made[chain.results[part.args[1]]])
     else:
-        node.replace_all_uses_with(made[chain.results[0]])
-    graph.fx.erase_node(node)
+        _give_way(node, made[chain.results[0]])
+    if parts:
+        graph.fx.erase_node(node)
+
+
+def _give_way(node: fx.Node, to: fx.Node) -> None:
+    """Let a value of the chain, or an operand that is handed through, take the place of a node."""
+    with node.graph.inserting_before(node):
+        given = stopped_like(node, to)
+    assert forward_past(node, given), (node, given)  # the chain has the types of the function's results
+    node.graph.erase_node(node)

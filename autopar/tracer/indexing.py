@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, type_of
-from autopar.tracer.rewriting import emit, rewriting
+from autopar.tracer.rewriting import emit, forward_past, rewriting, stopped_like
 
 
 def indexing_is_spelled_out(graph: Graph) -> None:
@@ -23,7 +23,7 @@ def indexing_is_spelled_out(graph: Graph) -> None:
             index = _basic_index(node.kwargs["index"], len(type_of(given).shape))
             if index is not None:
                 with graph.fx.inserting_before(node):
-                    node.replace_all_uses_with(_indexed(node, given, index))
+                    forward_past(node, stopped_like(node, _indexed(node, given, index)))
 
 
 def _indexed(node: fx.Node, value: Any, index: tuple[Any, ...]) -> Any:
@@ -65,8 +65,8 @@ def assignments_are_spelled_out(graph: Graph) -> None:
         for node in nodes:
             with graph.fx.inserting_before(node):
                 made = _assigned(node)
-            if made is not None:
-                node.replace_all_uses_with(made)
+                if made is not None:
+                    forward_past(node, stopped_like(node, made))
 
 
 def _assigned(node: fx.Node) -> fx.Node | None:

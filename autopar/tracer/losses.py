@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.ops.entry import FACTS
-from autopar.tracer.rewriting import emit, rewriting
+from autopar.tracer.rewriting import emit, forward_past, rewriting
 
 
 def losses_are_means(graph: Graph) -> None:
@@ -29,9 +29,9 @@ def losses_are_means(graph: Graph) -> None:
                 error = emit(node, op_name(node), **{**node.kwargs, "reduction": "none"})
                 if reduction == "batchmean":
                     rows = type_of(node.kwargs["input"]).shape[0]
-                    node.replace_all_uses_with(emit(node, "div", input=emit(node, "sum", input=error), other=rows))
+                    forward_past(node, emit(node, "div", input=emit(node, "sum", input=error), other=rows))
                 else:
-                    node.replace_all_uses_with(emit(node, reduction, input=error))
+                    forward_past(node, emit(node, reduction, input=error))
 
 
 def _is_old(node: fx.Node) -> bool:
@@ -64,7 +64,7 @@ def means_are_sums(graph: Graph) -> None:
                 how["dtype"] = torch.float32 if is_half else dtype
             with graph.fx.inserting_before(node):
                 mean = emit(node, "div", input=emit(node, "sum", input=given, **how), other=count)
-                node.replace_all_uses_with(emit(node, "to", input=mean, dtype=dtype) if is_half else mean)
+                forward_past(node, emit(node, "to", input=mean, dtype=dtype) if is_half else mean)
 
 
 def cross_entropy_counts_its_targets(graph: Graph) -> None:
@@ -80,7 +80,7 @@ def cross_entropy_counts_its_targets(graph: Graph) -> None:
             is_of_classes = "int" in type_of(node.kwargs["target"]).dtype
             if node.kwargs.get("reduction", "mean") == "mean" and is_of_classes and not _is_old(node):
                 with graph.fx.inserting_before(node):
-                    node.replace_all_uses_with(_mean_over_targets(node))
+                    forward_past(node, _mean_over_targets(node))
 
 
 def _mean_over_targets(node: fx.Node) -> fx.Node:

@@ -12,13 +12,13 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.graph import walks
-from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.verify import verify
 from autopar.passes import run_passes
 from autopar.tracer.composites import composites_are_opened
 from autopar.tracer.indexing import assignments_are_spelled_out, indexing_is_spelled_out
 from autopar.tracer.losses import cross_entropy_counts_its_targets, losses_are_means, means_are_sums
-from autopar.tracer.rewriting import emit, rewriting
+from autopar.tracer.rewriting import emit, forward_past, rewriting
 
 _IDLE = (
     "dropout",
@@ -51,11 +51,11 @@ def no_ops_leave(graph: Graph) -> None:
             with graph.fx.inserting_before(node):
                 given = _unchanged(node)
             if given is not None:
-                node.replace_all_uses_with(given)
+                forward_past(node, given)
 
 
-def _unchanged(node: fx.Node) -> Any:
-    """The value that a node only repeats; None where it does something."""
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """The value that a node repeats if their types agree; None where it does something."""
     name, given = op_name(node), node.kwargs.get("input")
     if name == "cat":
         given = _only_part(node)
@@ -65,20 +65,16 @@ def _unchanged(node: fx.Node) -> Any:
         return None
     elif "dropout" in name and _drops_all(node):  # nothing is drawn, and nothing is left
         return emit(node, "mul", type_of(node), input=given, other=0.0)
-    elif info(node).random >= 0 or (name in ("view", "to", "expand") and not _are_alike(type_of(given), type_of(node))):
-        return None
-    if given is None or (type_of(given).requires_grad and not type_of(node).requires_grad):  # under no_grad
-        return None
-    return given
+    return given if isinstance(given, fx.Node) and info(node).random < 0 else None
 
 
 def _added_to_nothing(node: fx.Node) -> Any:
-    """The operand to which an addition adds the number 0; None where there is none of the result's type."""
+    """The operand to which an addition adds the number 0; None where there is none."""
     one, other = node.kwargs["input"], node.kwargs["other"]
     if not isinstance(one, fx.Node):
         one, other = other, one
     is_nothing = isinstance(other, (int, float)) and other == 0 and node.kwargs.get("alpha", 1) == 1
-    return one if is_nothing and isinstance(one, fx.Node) and _are_alike(type_of(one), type_of(node)) else None
+    return one if is_nothing else None
 
 
 def _only_part(node: fx.Node) -> Any:
@@ -105,10 +101,6 @@ def _drops_all(node: fx.Node) -> bool:
     return bool(node.kwargs.get("p", 0.5) >= 1 and is_training)
 
 
-def _are_alike(one: TensorType, other: TensorType) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype)
-
-
 def addmm_is_linear(graph: Graph) -> None:
     """Replace addmm by a linear with the weight transposed.
 
@@ -123,9 +115,8 @@ def addmm_is_linear(graph: Graph) -> None:
             with graph.fx.inserting_before(node):
                 given: Any = node.kwargs["mat2"]
                 turned = emit(node, "t", replace(type_of(given), shape=type_of(given).shape[::-1]), input=given)
-                node.replace_all_uses_with(
-                    emit(node, "linear", type_of(node), input=node.kwargs["mat1"], weight=turned, bias=bias)
-                )
+                made = emit(node, "linear", type_of(node), input=node.kwargs["mat1"], weight=turned, bias=bias)
+                forward_past(node, made)
 
 
 def linears_keep_their_batch_dims(graph: Graph) -> None:
@@ -144,12 +135,19 @@ def linears_keep_their_batch_dims(graph: Graph) -> None:
             shape = type_of(before).shape
             if shape[:-1] != type_of(node).shape[:-1] or shape[-1] != type_of(flat).shape[-1]:
                 continue
+            if _stops_a_gradient(flat) or _stops_a_gradient(node):
+                continue
             with graph.fx.inserting_before(node):
                 whole = emit(inner, "linear", type_of(node), **{**inner.kwargs, "input": before})
                 whole.meta["info"], inner.meta["info"] = inner.meta["info"], whole.meta["info"]
                 whole.meta["info"] = replace(whole.meta["info"], outputs=inner.meta["info"].outputs)
-                node.replace_all_uses_with(whole)
+                forward_past(node, whole)
     drop_dead(graph)
+
+
+def _stops_a_gradient(node: fx.Node) -> bool:
+    """Whether a view was taken under no_grad."""
+    return not type_of(node).requires_grad and type_of(node.all_input_nodes[0]).requires_grad
 
 
 def random_ops_are_numbered(graph: Graph) -> None:
@@ -188,7 +186,7 @@ def one_name_per_fan_out(graph: Graph) -> None:
             shared = emit(node, "identity", type_of(node), input=node)
         use = "used" if about.kind == "input" else "shared"
         shared.meta["info"] = replace(info(shared), key=f"{about.key}:{use}")
-        node.replace_all_uses_with(shared, delete_user_cb=lambda user, shared=shared: user is not shared)
+        forward_past(node, shared, except_for=(shared,))
 
 
 def _is_fanned_out(node: fx.Node) -> bool:

@@ -1,9 +1,12 @@
-"""Helpers to rewrite a graph: find the nodes of some ops, and emit new nodes beside them."""
+"""Helpers to rewrite a graph: find the nodes of some ops, emit new nodes beside them, and forward values past nodes.
+
+Passes change the readers of a value by `forward_past` alone: it refuses where shape, dtype or gradient would change.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +41,23 @@ def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any
         checkpoint=about.checkpoint,
     )
     return node
+
+
+def forward_past(node: fx.Node, by: fx.Node, except_for: Collection[fx.Node] = ()) -> bool:
+    """Let the readers of `node` read `by`, and return whether they do.
+
+    Refused where the two differ in shape, dtype or gradient: `by` may have a gradient that stops at `node`.
+    """
+    if info(node).outputs != info(by).outputs:
+        return False
+    node.replace_all_uses_with(by, delete_user_cb=lambda user: user not in except_for)
+    return True
+
+
+def stopped_like(node: fx.Node, value: fx.Node) -> fx.Node:
+    """The value, behind a detach where it has a gradient that stops at `node`."""
+    has_gradient = type_of(value).requires_grad and not type_of(node).requires_grad
+    return emit(node, "detach", input=value) if has_gradient else value
 
 
 @contextlib.contextmanager
