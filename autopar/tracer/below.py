@@ -22,7 +22,14 @@ from torch.utils import _pytree as pytree
 from autopar.graph.graph import TensorType, info
 from autopar.ops.entry import OPS
 from autopar.ops.lookup import functional, lookup
-from autopar.runtime.private import GROUPED_MM, FakeTensor, FakeTensorMode, clean_room, in_kernel_invocation_manager
+from autopar.runtime.private import (
+    GROUPED_MM,
+    TO_COPY,
+    FakeTensor,
+    FakeTensorMode,
+    clean_room,
+    in_kernel_invocation_manager,
+)
 from autopar.tracer.call import tensors_in
 
 if TYPE_CHECKING:
@@ -110,11 +117,11 @@ class DispatchMode(FakeTensorMode):
         It is an op below autograd; at replay autograd differentiates it anew.
         """
         recorder, call = self.recorder, self.recorder.call
-        is_constant = function is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
-        if call.is_transformed and is_constant:  # torch.tensor(...) inside a transform
+        is_constant = function in _CONSTANTS and not isinstance(args[0], FakeTensor)
+        if call.is_transformed and is_constant:  # torch.tensor(...) inside a transform, or the 2 of x * 2
             with clean_room():
-                data = args[0].tolist()
-            node = recorder.emit(OPS["tensor"], {"data": data, "dtype": args[0].dtype}, (result,))
+                data = args[0].tolist() if isinstance(args[0], Tensor) else args[0]
+            node = recorder.emit(OPS["tensor"], {"data": data, "dtype": result.dtype}, (result,))
             recorder.values.bind_all(result, node, (OPS["tensor"], {}))
             return
         for tensor in tensors_in(args, kwargs):
@@ -199,6 +206,9 @@ def _grouped_mm(
 
 
 _LENIENT: dict[Any, Callable[..., Tensor]] = {GROUPED_MM: _grouped_mm}
+
+
+_CONSTANTS = (torch.ops.aten.lift_fresh.default, TO_COPY)  # of a real tensor, or of a number
 
 
 class _Nature:

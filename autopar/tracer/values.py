@@ -8,19 +8,24 @@ A tensor object stands for a node. A write in place gives it a new one, and tens
     w' = x'[1:]                         other views are read again, when they are next used
 
 Views are recognised by their storage, once something is written.
+
+The fake tensors have the history of autograd that the model's own would have, so they say where a gradient flows. A
+node says it too, and both must agree: a copy under no_grad, through .data or through .detach() is a `detach`.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from autopar.graph.graph import TensorType, info
+from autopar.graph import walks
+from autopar.graph.graph import TensorType, type_of
 from autopar.ops.entry import OPS, Op, facts_of
 from autopar.ops.inverses import WrittenView
 from autopar.tracer.call import tensors_in
@@ -55,8 +60,13 @@ class Values:
 
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
         """Let a tensor stand for a node from here on."""
-        self.nodes[id(tensor)] = node
+        self._stand_for(tensor, node)
         self.alive.append(tensor)
+
+    def _stand_for(self, tensor: Tensor, node: fx.Node) -> None:
+        assert _alike(TensorType.of(tensor), type_of(node)), (tensor, node, type_of(node))
+        self.nodes[id(tensor)] = node
+        self.stale.discard(id(tensor))
 
     def bind_all(self, result: Any, node: fx.Node, recipe: tuple[Op, dict[str, Any]]) -> None:
         """Bind the outputs of an op: one tensor, or a tuple of tensors."""
@@ -76,16 +86,52 @@ class Values:
     def node(self, tensor: Tensor) -> fx.Node | None:
         """The node that a tensor stands for now, or None; views of memory that was written are read again."""
         if id(tensor) in self.stale:
-            self.stale.discard(id(tensor))
-            recipe = self.recipes[id(tensor)]
-            outputs = [tensor] if recipe.output is None else self._siblings(tensor)
-            had_gradient = info(self.nodes[id(tensor)]).outputs[0].requires_grad
-            was_taken_blind = not had_gradient and tensor.grad_fn is None  # under no_grad
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not was_taken_blind):
-                made = self.recorder.emit(recipe.op, recipe.arguments, outputs)
-            parts = [made] if recipe.output is None else self.recorder.program.split(made)
-            self.nodes[id(tensor)] = parts[recipe.output or 0]
-        return self.nodes.get(id(tensor))
+            self._stand_for(tensor, self._read_again(tensor))
+        node = self.nodes.get(id(tensor))
+        if node is None or type_of(node).requires_grad == self.has_gradient(tensor):
+            return node
+        if type_of(node).requires_grad:  # copied under no_grad, through .data or through .detach()
+            type_ = replace(type_of(node), requires_grad=False)
+            node = self.nodes[id(tensor)] = self.recorder.emit(OPS["detach"], {"input": node}, (type_,))
+        elif self._is_trained(tensor) and walks.ancestors([node]).isdisjoint(self.recorder.detached_below):
+            raise self.recorder.letter(
+                "a value has a gradient in the model and none in the graph: its memory was written behind autograd",
+                (tensor,),
+                "the form that returns a new tensor, in the place of a write through .detach()",
+            )
+        return node
+
+    def has_gradient(self, tensor: Tensor) -> bool:
+        """Whether a gradient flows on through a tensor.
+
+        A view taken under no_grad says that it wants one where its base does, and hands none on.
+        """
+        return tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in self.recorder.program.origins)
+
+    def _is_trained(self, tensor: Tensor) -> bool:
+        """Whether the gradient of a tensor reaches an input or a tensor of the module."""
+        seen, pending = set(), [tensor.grad_fn]
+        while pending:
+            step = pending.pop()
+            if step is None or step in seen:
+                continue
+            seen.add(step)
+            if id(getattr(step, "variable", None)) in self.recorder.program.origins:
+                return True
+            pending += [before for before, _ in step.next_functions]
+        return False
+
+    def _read_again(self, tensor: Tensor) -> fx.Node:
+        """Emit the op that made a view once more, on the memory as it is now."""
+        recipe = self.recipes[id(tensor)]
+        outputs = [tensor] if recipe.output is None else self._siblings(tensor)
+        arguments = self.recorder.resolved(recipe.arguments)
+        read = [n for n in pytree.tree_leaves(arguments) if isinstance(n, fx.Node)]
+        flows = recipe.op.name != "detach" and any(type_of(n).requires_grad for n in read)
+        types = [replace(TensorType.of(t), requires_grad=flows and self.has_gradient(t)) for t in outputs]
+        with torch.enable_grad():  # the tensor says whether a gradient flows, and not where it is read
+            made = self.recorder.program.add_op(recipe.op, arguments, types, draws=False)
+        return made if recipe.output is None else self.recorder.program.split(made)[recipe.output]
 
     def _siblings(self, part: Tensor) -> list[Tensor]:
         """All outputs of the op that made `part`."""
@@ -122,7 +168,8 @@ class Values:
             view = whole[index]
         finally:
             self.recorder.call.function = None
-        return _storage(view) == _storage(whole) and not self.overlaps(value, view)
+        is_same = _storage(view) == _storage(whole) and not self.overlaps(value, view)
+        return is_same and self.has_gradient(value) == self.has_gradient(whole)  # not so behind .data or .detach()
 
     def _places_of(self, tensor: Tensor | None) -> list[tuple[fx.Node, int]]:
         """The looked-up indices that say where a tensor lies, from its views outward, with their dims."""
@@ -141,7 +188,7 @@ class Values:
     def rename(self, tensor: Tensor, node: fx.Node) -> None:
         """Let a tensor stand for `node`, where no other tensor shares its memory."""
         self.recorder.hooks.effects += 1
-        self.nodes[id(tensor)] = node
+        self._stand_for(tensor, node)
         self.recipes.pop(id(tensor), None)
 
     def _parent(self, tensor: Tensor) -> Tensor | None:
@@ -161,6 +208,7 @@ class Values:
         recorder.node(target)
         while (parent := self._parent(base)) is not None:
             base = parent
+            recorder.node(base)  # as it is before the write, with the gradient that it has then
         if id(base) in recorder.names.sharing:
             raise recorder.letter(
                 f"{name} writes to memory that another tensor of the model or its inputs shares",
@@ -187,20 +235,20 @@ class Values:
         """Let `target` stand for `value` from here on, and update every view of its memory."""
         self.recorder.hooks.effects += 1
         family, path, at = self._family(target), {id(target)}, target
-        self.nodes[id(target)] = value
-        self.stale.discard(id(target))
+        self._stand_for(target, value)
         while (parent := self._parent(at)) is not None:
             value = self._put_back(parent, at, value)
-            self.nodes[id(parent)] = value
-            self.stale.discard(id(parent))
+            self._stand_for(parent, value)
             path.add(id(parent))
             at = parent
         self.stale |= {id(t) for t in family if id(t) not in path}
 
     def _put_back(self, parent: Tensor, view: Tensor, value: fx.Node) -> fx.Node:
         """The parent with `value` where `view` reads it, by the inverse of one view op."""
-        recipe, recorder, type_ = self.recipes[id(view)], self.recorder, TensorType.of(parent)
-        before = recorder.node(parent)
+        recipe, recorder = self.recipes[id(view)], self.recorder
+        is_known = id(parent) in self.nodes and id(parent) not in self.stale
+        before = self.nodes[id(parent)] if is_known else recorder.node(parent)
+        type_ = replace(type_of(before), requires_grad=type_of(before).requires_grad or type_of(value).requires_grad)
 
         def emit(name: str, **how: Any) -> fx.Node:
             return recorder.emit(OPS[name], how, (type_,))
@@ -228,6 +276,10 @@ class Values:
         self.looked_up.clear()
         self._sharing.clear()
         return made
+
+
+def _alike(one: TensorType, other: TensorType) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _extent(tensor: Tensor) -> tuple[Any, ...]:

@@ -49,7 +49,7 @@ def in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
     if made is None:
         node = _copied(recorder, before["source"], arguments["source"], after)
     else:
-        node = recorder.emit(made, arguments, (after,), recorder.call.drew is not None)
+        node = recorder.program.add_op(made, before, (after,), recorder.call.drew is not None)
         if may_promote:
             node = _cast_back(recorder, node, recorder.type_of_run(made, arguments), after)
         if after.requires_grad and facts_of(made.name).overwrites and torch.is_grad_enabled():

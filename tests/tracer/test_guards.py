@@ -74,7 +74,14 @@ def outsiders_are_constants(monkeypatch):
 
 def test_1_a_custom_backward_is_lost_where_functions_are_inlined(off):
     off(regions, "_apply", lambda _, original: original)
-    wrong(lambda m, x: sum(t.sum() for t in Scale.apply(x @ m.weight, 3.0)), "gradients")
+
+    def inlined(m, x):
+        return sum(t.sum() for t in Scale.apply(x @ m.weight, 3.0))
+
+    with pytest.raises(NotCaptured, match="a gradient in the model and none in the graph"):
+        traced(inlined)
+    off(values.Values, "_is_trained", lambda *_: False)
+    wrong(inlined, "gradients")
 
 
 # 2, 7
@@ -261,6 +268,9 @@ def test_a_write_under_no_grad_changes_a_gradient(off):
         return h.sum()
 
     off(values.Values, "refuse_write", lambda *_: None)
+    with pytest.raises(NotCaptured, match="a gradient in the model and none in the graph"):
+        traced(hidden)
+    off(values.Values, "_is_trained", lambda *_: False)
     wrong(hidden, "gradients")
 
 
