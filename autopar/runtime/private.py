@@ -28,6 +28,7 @@
     backward_again      compiled backwards that may run more than once
     before_call         notices that a part of a parallel model is called by itself
     OpOverload          one signature of an op
+    by_its_parts        runs a composite op as the ops that it is made of
 
 Parts of torch that are replaced, and not only used, are in `patches.py` and `brief_patches.py`. The joint trace also
 uses `torch.fx.experimental.proxy_tensor`, which has no public name; structures of arguments are those of
@@ -108,6 +109,14 @@ def backward_again() -> AbstractContextManager[object]:
     """A context in which torch.compile's backwards may run more than once: they do not reuse saved memory."""
     patched: AbstractContextManager[object] = functorch_config.patch(donated_buffer=False)
     return patched
+
+
+def by_its_parts(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of a composite op, by torch's own kernel that opens it; NotImplemented for any other op."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key):
+        return NotImplemented
+    return function._op_dk(key, *args, **kwargs)
 
 
 @contextlib.contextmanager

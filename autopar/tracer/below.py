@@ -27,6 +27,7 @@ from autopar.runtime.private import (
     TO_COPY,
     FakeTensor,
     FakeTensorMode,
+    by_its_parts,
     clean_room,
     in_kernel_invocation_manager,
 )
@@ -54,6 +55,11 @@ class DispatchMode(FakeTensorMode):
         recorder, kwargs = self.recorder, kwargs or {}
         if self.is_deep or threading.get_ident() != recorder.place.thread:
             return self.dispatch(function, types, args, kwargs)
+        if torch.is_inference_mode_enabled():  # composites come down here whole, which torch opens in any other mode
+            with self:
+                opened = by_its_parts(function, args, kwargs)
+            if opened is not NotImplemented:
+                return opened
         call = recorder.call
         self.is_deep, above = True, call.function
         call.function = above or function  # nothing from here on is the model's own call
