@@ -89,10 +89,8 @@ def _only_part(node: fx.Node) -> Any:
     dtype = type_of(node).torch_dtype
     if len(filled) < len(tensors):
         filled = [t if type_of(t).torch_dtype == dtype else emit(node, "to", input=t, dtype=dtype) for t in filled]
-    if len(filled) == 1:
-        return filled[0]
     node.kwargs = {**node.kwargs, "tensors": filled}
-    return None
+    return filled[0] if len(filled) == 1 else None
 
 
 def _drops_all(node: fx.Node) -> bool:
