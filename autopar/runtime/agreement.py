@@ -4,10 +4,19 @@
                 the same; where they write different things, every rank raises a letter
     wait_for    a rank that runs on as before writes nothing, and so pays nothing. It may be waiting in a collective to
                 which the others do not come: a wait that lasts looks into the store
+    tell_error  a rank whose own code has raised wakes the others, who would wait for it
 
 All ranks count their calls since the last agreement. If a rank waits in a call that another has not begun, while that
 other asks for an agreement, they would wait forever: the first writes so into the store, and both raise a letter.
 Collectives in flight by then cannot be called back, so every later call raises that letter, too.
+
+One agreement has these entries in the store. Each rank takes four operations, however late another is:
+
+    asked       what the first rank is about to do: the others compare theirs with it
+    came        the roll call; a rank that is about to do something else is marked, and says what under its number
+    verdict     of the last to come, or of whoever finds that not all will come; the others wait for it
+    woken       for the first rank, which waits here: it is woken by the verdict, and by an error
+    heir        the rank that finds out who is lost, when time is up
 """
 
 from __future__ import annotations
@@ -18,16 +27,18 @@ import json
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from autopar.letters import Disagreement, Letter, Lost
 from autopar.runtime import failure_log
-from autopar.runtime.private import job_store
+from autopar.runtime.job_store import RollCall, await_key, connection, key, settle
 
-_PATIENCE = timedelta(seconds=1)  # how long a wait lasts before it looks into the store
+_PATIENCE_S = 1.0  # how long a wait lasts before it looks into the store; each further one lasts twice as long
+_GRACE_S = 3.0  # that the others give the first rank to say who is lost
 _BEGINS, _ASKS, _RUNS, _IS_DONE = range(4)  # where in a call a rank is
+_ALL_AGREE = "all agree"
 _ADVICE = (
     "the same calls, modes, attributes, hooks and shapes on every rank; save_pretrained on all, or with state_dict="
 )
@@ -37,19 +48,61 @@ _ADVICE = (
 class Standing:
     """How far this rank is, in agreements and calls, compared with the other ranks of its job."""
 
-    store: Any = None  # the job's store, by which a new job is told from the last
+    store: Any = None  # the connection to the job's store, by which a new job is told from the last
+    names: str = ""  # with which the names of entries begin
     agreements: int = 0  # number of agreements so far
     calls: int = 0  # number of calls begun since the last agreement
     where: int = _IS_DONE
     is_patient: bool = False  # whether this thread itself waits in collectives
     limit_s: float = 600.0
     broken: Letter | None = None  # ranks have parted ways for good
-    written: list[str] = field(default_factory=list)  # keys of the last agreement
+    written: list[str] = field(default_factory=list)  # keys of the last agreement that this rank deletes
 
     @property
     def place(self) -> int:
         """A number that grows along the program of a rank."""
         return 4 * self.calls + self.where
+
+    def key(self, name: object) -> str:
+        """The name of an entry of the next agreement."""
+        return f"{self.names}/{self.agreements}/{name}"
+
+    def roll_call(self) -> RollCall:
+        return RollCall(self.store, self.key("came"), dist.get_world_size())
+
+
+class Asked(NamedTuple):
+    """What the first rank of an agreement is about to do."""
+
+    rank: int
+    place: int
+    hash: str
+    raised_in: int  # the last call in which it raised an error
+    said: str
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    @staticmethod
+    def of(text: str) -> Asked:
+        rank, place, digest, raised_in, said = text.split(" ", 4)
+        return Asked(int(rank), int(place), digest, int(raised_in), said)
+
+
+class Verdict(NamedTuple):
+    """How an agreement has ended; without words all ranks agree."""
+
+    words: str
+    is_final: bool = False  # ranks have parted ways for good
+    is_lost: bool = False  # some do not come
+    advice: str = _ADVICE
+
+    def __str__(self) -> str:
+        return json.dumps(self) if self.words else _ALL_AGREE
+
+    @staticmethod
+    def of(text: str) -> Verdict:
+        return Verdict("") if text == _ALL_AGREE else Verdict(*json.loads(text))
 
 
 _HERE = Standing()
@@ -59,8 +112,9 @@ def _standing() -> Standing | None:
     """State of this rank; None where ranks are not processes that wait for one another."""
     if not dist.is_initialized() or dist.get_backend() not in ("gloo", "nccl") or dist.get_world_size() == 1:
         return None
-    if _HERE.store is not (store := job_store()):  # another world than before
-        _HERE.store, _HERE.agreements, _HERE.calls, _HERE.where = store, 0, 0, _IS_DONE
+    if _HERE.store is not (store := connection()):  # another world than before
+        _HERE.store, _HERE.names = store, key("agreement")
+        _HERE.agreements, _HERE.calls, _HERE.where = 0, 0, _IS_DONE
         _HERE.broken, _HERE.written = None, []
     return _HERE
 
@@ -96,21 +150,31 @@ def agree(what: object, said: str, is_call: bool = True) -> None:
     if here.broken is not None:
         raise here.broken
     here.where = _ASKS if is_call else _IS_DONE
-    store, rank, ranks, k = here.store, dist.get_rank(), dist.get_world_size(), here.agreements
-    mine = hashlib.sha256(repr(what).encode()).hexdigest()
-    store.set(_key(k, rank), said)
-    store.add(_key(k, mine), 1)
-    if store.add(_key(k, "came"), 1) == ranks:  # the last one sees what all have said
-        differ = ""
-        if store.add(_key(k, mine), 0) < ranks:
-            differ = failure_log.by_text(enumerate(store.get(_key(k, r)).decode() for r in range(ranks)))
-        _judge(store, k, differ, False)
-    _await_verdict(here, said)
-    differ, is_final = json.loads(store.get(_key(k, "verdict")))
-    here.agreements, here.calls = k + 1, 0
-    _tidy(here, k, mine)
-    if differ:
-        raise _letter(here, differ, is_final)
+    store, rank = here.store, dist.get_rank()
+    digest = hashlib.sha256(repr(what).encode()).hexdigest()
+    mine = Asked(rank, here.place, digest, failure_log.raised_in(), said)
+    asked = Asked.of(settle(store, here.key("asked"), str(mine)))
+    if is_other := asked.hash != mine.hash:
+        store.set(here.key(rank), said)
+    is_last, are_others = here.roll_call().come(rank, is_other)
+    if is_last:
+        verdict = _judge(here, Verdict(_differences(here, asked) if are_others else ""))
+    else:
+        verdict = _listened(here) if asked.rank == rank else _awaited(here)
+    _tidy(here, is_other)
+    here.agreements, here.calls = here.agreements + 1, 0
+    if verdict.words:
+        raise _letter(here, verdict, said)
+
+
+def tell_error() -> None:
+    """Wake the first rank that waits for an agreement, unless it has raised the error that this rank has raised."""
+    with contextlib.suppress(Exception):  # the store may be gone with rank 0
+        here = _standing()
+        if here is not None and here.store.check([here.key("asked")]):
+            asked = Asked.of(_read(here, "asked"))
+            if asked.raised_in != failure_log.raised_in():
+                here.store.set(here.key("woken"), "")
 
 
 def wait_for(work: Any) -> None:
@@ -120,9 +184,10 @@ def wait_for(work: Any) -> None:
     if not _HERE.is_patient:
         work.wait()
         return
+    patience = timedelta(seconds=_PATIENCE_S)
     while True:
         try:
-            work.wait(_PATIENCE)
+            work.wait(patience)
             return
         except RuntimeError:
             has_ended = work.is_completed()  # it has failed, or has come to its end just now
@@ -131,70 +196,113 @@ def wait_for(work: Any) -> None:
             if has_ended:
                 work.wait()
                 return
+            patience *= 2
 
 
 def _look(here: Standing) -> None:
-    """Raise if another rank asks for an agreement that this rank has passed by, or if a verdict is out."""
-    store, k = here.store, here.agreements
-    if store.check([_key(k, "verdict")]):
-        differ, is_final = json.loads(store.get(_key(k, "verdict")))
-        raise _letter(here, differ, is_final)
-    if not store.check([_key(k, "asked")]):
+    """Raise if another rank asks for an agreement that this rank has passed by, or if ranks have parted ways."""
+    store = here.store
+    if not store.check([here.key("asked")]):
         return
-    place, asker, said = json.loads(store.get(_key(k, "asked")))
-    if here.place > place:
-        differ = f"rank {asker} {said}, and rank {dist.get_rank()} runs its call as before"
-        _judge(store, k, differ, True)
-        raise _letter(here, differ, True)
+    asked = Asked.of(_read(here, "asked"))
+    if store.check([here.key("verdict")]):
+        verdict = Verdict.of(_read(here, "verdict"))
+    elif here.place > asked.place:
+        words = f"rank {asked.rank} {asked.said}, and rank {dist.get_rank()} runs its call as before"
+        verdict = _judge(here, Verdict(words, is_final=True))
+    else:
+        return
+    if not verdict.is_lost:  # who waits in a collective says by itself who does not come to that
+        raise _letter(here, verdict, "")
 
 
-def _await_verdict(here: Standing, said: str) -> None:
-    """Wait until the verdict is out; raise where a rank has failed, or where time is up."""
-    store, k, end = here.store, here.agreements, time.monotonic() + here.limit_s
-    has_asked = False
+def _listened(here: Standing) -> Verdict:
+    """The verdict, as the first rank waits for it: a rank that raises wakes it."""
+    store, woken, end = here.store, here.key("woken"), time.monotonic() + here.limit_s
+    has_error = failure_log.errors_standing() > 0
     while True:
-        try:
-            store.wait([_key(k, "verdict")], _PATIENCE)
-            return
-        except RuntimeError:
-            if store.check([_key(k, "verdict")]):
-                return
-        if not has_asked:  # aloud, for those who wait in collectives
-            store.set(_key(k, "asked"), json.dumps([here.place, dist.get_rank(), said]))
-            has_asked = True
-        others = [r for r in range(dist.get_world_size()) if not store.check([_key(k, r)])]
-        if what := failure_log.errors(failure_log.heard(others)):
-            here.broken = Lost(what, at=f"rank {dist.get_rank()}, which {said}", advice="the log of that rank")
-            raise here.broken
-        if time.monotonic() > end:
-            here.broken = Lost(
-                f"rank {', '.join(map(str, others))} did not come to an agreement: it hangs, has ended, or does "
-                "something else",
-                at=f"rank {dist.get_rank()}, which {said}",
-                advice=f"{_ADVICE}; timeout_s= for how long others wait",
-            )
-            raise here.broken
+        if has_error:
+            store.delete_key(woken)  # before anything is looked at: later news come to a new entry
+            if _is_out_soon(here):
+                return Verdict.of(_read(here, "verdict"))
+            others = (r for r in range(dist.get_world_size()) if r != dist.get_rank())
+            if words := failure_log.errors(failure_log.heard(others)):
+                return _judge(here, Verdict(words, True, True, "the log of that rank"))
+        if not await_key(store, woken, max(0.0, end - time.monotonic())):
+            return _overdue(here)
+        if news := _read(here, "woken"):
+            return Verdict.of(news)
+        has_error = True
 
 
-def _judge(store: Any, k: int, differ: str, is_final: bool) -> None:
-    """Write the verdict, unless another rank has written one."""
-    if store.add(_key(k, "judges"), 1) == 1:
-        store.set(_key(k, "verdict"), json.dumps([differ, is_final]))
+def _is_out_soon(here: Standing) -> bool:
+    """Whether the verdict comes within a second: a rank whose error was caught goes on."""
+    pause = 0.001
+    while not here.store.check([here.key("verdict")]):
+        if pause > _PATIENCE_S:
+            return False
+        time.sleep(pause)
+        pause *= 3
+    return True
 
 
-def _letter(here: Standing, differ: str, is_final: bool) -> Disagreement:
-    letter = Disagreement(f"ranks do different things: {differ}", advice=_ADVICE)
-    here.broken = letter if is_final else None
+def _awaited(here: Standing) -> Verdict:
+    """The verdict, as all but the first rank wait for it."""
+    there = await_key(here.store, here.key("verdict"), here.limit_s + _GRACE_S)
+    return Verdict.of(_read(here, "verdict")) if there else _overdue(here)
+
+
+def _overdue(here: Standing) -> Verdict:
+    """The verdict when time is up: one rank finds out who has not come, for all that have."""
+    rank = str(dist.get_rank())
+    if settle(here.store, here.key("heir"), rank) == rank:
+        there = {r for r, _ in here.roll_call().came()}
+        others = [r for r in range(dist.get_world_size()) if r not in there]
+        words = (
+            f"rank {', '.join(map(str, others))} did not come to an agreement: it hangs, has ended, or does something "
+            "else"
+        )
+        return _judge(here, Verdict(words, True, True, f"{_ADVICE}; timeout_s= for how long others wait"))
+    if await_key(here.store, here.key("verdict"), _GRACE_S):
+        return Verdict.of(_read(here, "verdict"))
+    return Verdict("ranks did not come to an agreement, and one that came has ended since", True, True)
+
+
+def _read(here: Standing, name: object) -> str:
+    text: bytes = here.store.get(here.key(name))
+    return text.decode()
+
+
+def _judge(here: Standing, verdict: Verdict) -> Verdict:
+    """Give a verdict, and wake all who wait for it; returns the one that counts, which another rank may have given."""
+    mine = str(verdict)
+    there = settle(here.store, here.key("verdict"), mine)
+    if there == mine:
+        here.store.set(here.key("woken"), mine)
+    return Verdict.of(there)
+
+
+def _differences(here: Standing, asked: Asked) -> str:
+    """Text that says what each rank is about to do."""
+    return failure_log.by_text(
+        (r, _read(here, r) if is_other else asked.said) for r, is_other in here.roll_call().came()
+    )
+
+
+def _letter(here: Standing, verdict: Verdict, said: str) -> Letter:
+    letter: Letter
+    if verdict.is_lost:
+        letter = Lost(verdict.words, at=f"rank {dist.get_rank()}, which {said}", advice=verdict.advice)
+    else:
+        letter = Disagreement(f"ranks do different things: {verdict.words}", advice=verdict.advice)
+    here.broken = letter if verdict.is_final else None
     return letter
 
 
-def _tidy(here: Standing, k: int, mine: str) -> None:
-    """Delete this rank's keys of the agreement before this one, which all ranks have read."""
-    for key in here.written:
-        here.store.delete_key(key)
-    names = (0, mine, "came", "judges", "asked", "verdict") if dist.get_rank() == 0 else (dist.get_rank(),)
-    here.written = [_key(k, name) for name in names]
-
-
-def _key(k: int, name: object) -> str:
-    return f"autopar/agreement/{k}/{name}"
+def _tidy(here: Standing, is_other: bool) -> None:
+    """Delete entries of the agreement before this one, which all ranks have read; note those of this one."""
+    for name in here.written:
+        here.store.delete_key(name)
+    here.written = [here.key(dist.get_rank())] if is_other else []
+    if dist.get_rank() == 0:
+        here.written += [*map(here.key, ("asked", "verdict", "woken")), *here.roll_call().keys]

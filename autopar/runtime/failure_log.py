@@ -6,6 +6,8 @@ Ranks use three functions:
     say         this rank's call has ended so, or stands so
     heard       messages of others. An error in a call in which this rank raised one as well is left out: all ranks
                 were given the same, and those who caught it go on
+
+The store also counts the ranks whose last word is an error: where there are none, nobody reads messages.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.private import job_store
+from autopar.runtime.job_store import connection, key
 
 RAISED = "raised"
 _GOES_ON = "goes on"
@@ -29,6 +32,7 @@ class _Mine:
     calls: int = 0  # number of calls begun
     raised_in: int = -1  # number of the last call that raised an error
     is_said: bool = False  # whether a message stands in the store
+    counted_in: Any = None  # the store that counts this rank's error
 
 
 _MINE = _Mine()
@@ -50,12 +54,22 @@ def say(text: str) -> None:
     _write(text[:500])
 
 
+def raised_in() -> int:
+    """Number of the last call in which this rank raised an error; -1 where it raised none."""
+    return _MINE.raised_in
+
+
+def errors_standing() -> int:
+    """Number of the ranks whose last word is an error."""
+    return int(connection().add(key("errors"), 0))
+
+
 def heard(ranks: Iterable[int]) -> dict[int, str]:
     """Messages of those of the ranks that have written one."""
-    store, found = job_store(), dict[int, str]()
+    store, found = connection(), dict[int, str]()
     for rank in ranks:
-        if store.check([_key(rank)]):
-            call, _, text = store.get(_key(rank)).decode().partition(" ")
+        if store.check([key("ended", rank)]):
+            call, _, text = store.get(key("ended", rank)).decode().partition(" ")
             is_shared = text.startswith(RAISED) and int(call) == _MINE.raised_in
             if text != _GOES_ON and not is_shared:
                 found[rank] = text
@@ -75,10 +89,11 @@ def by_text(said: Iterable[tuple[int, str]]) -> str:
     return "; ".join(f"rank {', '.join(map(str, some))} {text}" for text, some in ranks.items())
 
 
-def _key(rank: int) -> str:
-    return f"autopar/ended/{rank}"
-
-
 def _write(text: str) -> None:
+    is_error = text.startswith(RAISED)
     with contextlib.suppress(Exception):  # the store may be gone with rank 0
-        job_store().set(_key(dist.get_rank()), f"{_MINE.calls} {text}")
+        store = connection()
+        store.set(key("ended", dist.get_rank()), f"{_MINE.calls} {text}")
+        if is_error != (_MINE.counted_in is store):
+            _MINE.counted_in = store if is_error else None
+            store.add(key("errors"), 1 if is_error else -1)

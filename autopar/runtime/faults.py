@@ -1,13 +1,14 @@
 """Errors for a lost rank: every rank that notices says in which call it was, and which ranks did not answer.
 
 A collective that fails or times out fails on every rank that waits. Each of them writes into the job's store where it
-stood, gives the others a moment to do so, and raises a letter that names those who have not: they hang or are gone. A
-rank whose own code raises inside the model writes that first, so that the others report its error and not their own.
+stood; the first gives the others a moment to do so, and tells all of them who has not: those hang or are gone. A rank
+whose own code raises inside the model writes that first, so that the others report its error and not their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.letters import Letter, Lost, NotServed
 from autopar.runtime import failure_log
-from autopar.runtime.agreement import wait_at_most
+from autopar.runtime.agreement import tell_error, wait_at_most
+from autopar.runtime.job_store import RollCall, await_key, connection, key, settle
 from autopar.runtime.private import set_timeout
 
 _GRACE_S = 3.0
+_LOSSES = itertools.count()  # numbers of the failed collectives of this rank
 _SIGNS = (
     "gloo",
     "NCCL",
@@ -55,6 +58,7 @@ def naming_the_lost(where: str) -> Iterator[None]:
             raise
         if isinstance(e, Letter) or not isinstance(e, RuntimeError) or not any(sign in str(e) for sign in _SIGNS):
             failure_log.say(f"{failure_log.RAISED} {type(e).__name__} in {where}: {e}")
+            tell_error()
             raise
         raise _lost(where, e) from e
 
@@ -77,23 +81,47 @@ def naming_the_lacking(where: str) -> Iterator[None]:
 
 def _lost(where: str, error: Exception) -> Lost:
     """A letter that names the ranks that did not answer, or that raised an error."""
-    me, first = dist.get_rank(), str(error).splitlines()[0][:200] if str(error) else ""
+    first = str(error).splitlines()[0][:200] if str(error) else ""
     failure_log.say(f"waited in {where}")
-    heard: dict[int, str] = {}
-    end = time.monotonic() + _GRACE_S
-    with contextlib.suppress(Exception):  # the store lives with rank 0, which may be the one
-        while time.monotonic() < end and len(heard) < dist.get_world_size():
-            heard |= failure_log.heard(r for r in range(dist.get_world_size()) if r not in heard)
-            time.sleep(0.05)
-    what = failure_log.errors(heard)
-    silent = [r for r in range(dist.get_world_size()) if r not in heard and r != me]
-    if not what and silent:
-        what = f"rank {', '.join(map(str, silent))} did not come to a collective: it hangs, or has ended"
-    elif not what:
-        what = f"ranks wait for one another: {failure_log.by_text(sorted(heard.items()))}"
+    try:
+        what = _told_by_one()
+    except Exception:  # the store lives with rank 0, or with the launcher
+        what = "a collective failed, and the job's store does not answer: the process that held it has ended"
     return Lost(
         what,
-        at=f"rank {me}, in {where}",
+        at=f"rank {dist.get_rank()}, in {where}",
         seen=first,
         advice="the log of that rank; timeout_s= for how long others wait",
     )
+
+
+def _told_by_one() -> str:
+    """Text that names the lost ranks: one of those that notice finds out, and tells the others."""
+    store, rank = connection(), dist.get_rank()
+    names = key("lost", next(_LOSSES), "")
+    roll_call = RollCall(store, f"{names}came", dist.get_world_size())
+    roll_call.come(rank)
+    if settle(store, f"{names}first", str(rank)) == str(rank):
+        store.set(f"{names}told", _who_is_lost(roll_call))
+    elif not await_key(store, f"{names}told", 2 * _GRACE_S):
+        return "a collective failed, and the rank that was to say who is lost has ended, too"
+    told: bytes = store.get(f"{names}told")
+    return told.decode()
+
+
+def _who_is_lost(roll_call: RollCall) -> str:
+    """Text that names the ranks that do not come to the roll call, once all others have."""
+    everyone, pause, end = range(dist.get_world_size()), 0.02, time.monotonic() + _GRACE_S
+    while True:
+        there = {r for r, _ in roll_call.came()}
+        has_all = len(there) + failure_log.errors_standing() >= len(everyone)
+        if has_all or (left := end - time.monotonic()) <= 0:
+            break
+        time.sleep(min(pause, left))
+        pause *= 2
+    silent = [r for r in everyone if r not in there]
+    if what := failure_log.errors(failure_log.heard(silent)):
+        return what
+    if silent:
+        return f"rank {', '.join(map(str, silent))} did not come to a collective: it hangs, or has ended"
+    return f"ranks wait for one another: {failure_log.by_text(sorted(failure_log.heard(everyone).items()))}"
