@@ -173,7 +173,8 @@ class Accelerator(WholeBatches):
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         if not isinstance(model, ParallelModule):
             return super().get_state_dict(model, unwrap)
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) or None
+        # empty beside rank 0, where None would ask save_pretrained to gather
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def _parallel(self) -> list[tuple[nn.Module, list[Any]]]:
         """Each parallel model with the optimizers of its parameters."""

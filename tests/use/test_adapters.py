@@ -11,6 +11,7 @@ import torch
 
 from autopar.letters import NotServed
 from autopar.testing import on_processes
+from tests import language
 from tests.use.ranks import as_torchrun, check_alike, weights_of
 from tests.zoo.families import extras, has_extras
 
@@ -137,6 +138,41 @@ def test_random_numbers_go_on_where_they_were(name, tmp_path):
     resumed = on_processes(RANKS, on_rank_with_dropout, name, three, two, timeout_s=150)[0]
     assert resumed[0] == whole[0][-len(resumed[0]) :] and len(resumed[0]) >= 8
     assert all(torch.equal(weight, whole[1][key]) for key, weight in resumed[1].items())
+
+
+def saves(rank, folder):
+    """As Accelerate's documentation saves, every rank makes the same calls."""
+    from torch.utils.data import DataLoader
+
+    from autopar.integrations import accelerate as ours
+
+    as_torchrun(rank, RANKS)
+    made = ours.Accelerator(cpu=True, planning={"parallel": "fsdp"})
+    loader = DataLoader([{k: v[0] for k, v in language.drawn(1, 8, 40).items()} for _ in range(8)], batch_size=2)
+    model, loader = made.prepare(language.gpt2(1, 16, 40, 16, dropout=0.0), loader)
+    made.save_model(model, f"{folder}/model")
+    made.unwrap_model(model).save_pretrained(
+        f"{folder}/pretrained",
+        is_main_process=made.is_main_process,
+        save_function=made.save,
+        state_dict=made.get_state_dict(model),
+    )
+    made.wait_for_everyone()
+    return weights_of(model)
+
+
+@pytest.mark.machines
+@pytest.mark.timeout(400)
+def test_the_saving_that_accelerate_documents_ends_on_every_rank(tmp_path):
+    import safetensors.torch
+    import transformers
+
+    weights = on_processes(RANKS, saves, str(tmp_path), timeout_s=250)[0]
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "pretrained").state_dict()
+    torch.testing.assert_close({n: read[n] for n in weights}, weights, rtol=0, atol=0)
+    (file,) = (tmp_path / "model").iterdir()
+    held = safetensors.torch.load_file(file)
+    assert held and all(torch.equal(held[name], weights[name]) for name in held)
 
 
 # -- PEFT needs no adapter
