@@ -172,6 +172,35 @@ class Attributes:
                     return False
         return True
 
+    def changed(self, then: State, unread: Unread) -> list[str]:
+        """Text about each thing by which the present state differs from an earlier one, except for what was not read.
+
+        Which parameters train is left out.
+        """
+        mine = self.now()
+        if mine[2] != then[2]:
+            return ["attributes were added, or settings exchanged"]
+        paths = [path for path, _ in self.modules[0].named_modules()]
+        said = []
+        for h, ((module, settings), keys) in enumerate(self.keys.items()):
+            for k, key in enumerate(keys):
+                value, before = mine[0][h][k], then[0][h][k]
+                if (value != before or mine[1][h][k] is not then[1][h][k]) and (h, k) not in unread:
+                    name = ".".join(filter(None, (paths[module], settings, key)))
+                    said.append(f"{name} {_as_change(value, before)}")
+        for i, path in enumerate(paths):
+            hooks, before = ([hook for hook in state[3] if hook[0] == i] for state in (mine, then))
+            if hooks != before:
+                said.append(f"hooks of {path or 'the model'} have changed")
+        if mine[4] != then[4]:
+            said.append("the class or forward of a module has changed")
+        held, before = ([p and (p[0], p[2]) for p in state[5]] for state in (mine, then))
+        if held != before:
+            said.append("parameters were tied, untied, cast, added or removed")
+        if mine[6] != then[6]:
+            said.append("buffers were exchanged for others")
+        return said
+
     def _watch_all(self) -> None:
         places: dict[int, Place] = {}  # once each: many modules hold one configuration
         for i, module in enumerate(self.modules):
@@ -272,6 +301,14 @@ def _as_it_is(value: Any) -> Any:
     if not isinstance(inside, dict) or isinstance(value, nn.Module) or len(inside) > _MOST_ENTRIES:
         return _Itself(value)
     return _Itself(value), [(k, type(v), v if _is_lasting(v) else _Itself(v)) for k, v in [*inside.items()]]
+
+
+def _as_change(value: Any, before: Any) -> str:
+    if value is _GONE or before is _GONE:
+        return "is gone" if value is _GONE else "is new"
+    if not {type(value), type(before)} <= _ATOMS:
+        return "has changed"
+    return f"is {value!r:.60}, and was {before!r:.60}"
 
 
 def _reads_by_itself(module: nn.Module) -> bool:

@@ -53,8 +53,9 @@ def lower_again(
     program = state.keep(situation, grad, lowered, sight)
     if known is None:
         figures = f"{plan.step_time_s * 1e3:.3g} ms a step by its figures"
-        differs, took = situation.differs(before.situation), time.perf_counter() - start
-        log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", name, figures, differs, took)
+        differs, took = state.caller.differs(situation, before.situation, before.sight), time.perf_counter() - start
+        said = ", ".join(f"{what} ({now})" if now else what for what, now in differs.items())
+        log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", name, figures, said, took)
     return program
 
 

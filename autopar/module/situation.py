@@ -11,7 +11,7 @@ import inspect
 import itertools
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from autopar.graph.idle import IdleHook
 from autopar.letters import BadInput
 from autopar.module.attributes import Attributes, State, Unread
 
+_NAMED = 4  # modules or parameters that a text names
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
 
 
@@ -58,26 +59,6 @@ class Situation:
         # a set is pickled in an order of its own
         leaves = [(leaf[0], None) if isinstance(leaf[1], bytes) else leaf for leaf in self.leaves]
         return leaves, self.structure, self.modes, self.trained, self.autocast
-
-    def differs(self, other: Situation) -> str:
-        """Text that names what differs from another situation."""
-        said = []
-        if self.structure != other.structure or len(self.leaves) != len(other.leaves):
-            said.append("arguments")
-        elif self.leaves != other.leaves:
-            pairs = zip(self.leaves, other.leaves, strict=True)
-            said += sorted({_as_text(mine) for mine, theirs in pairs if mine != theirs})
-        said += [
-            name
-            for name, mine, theirs in (
-                ("train and eval", self.modes, other.modes),
-                ("parameters that train", self.trained, other.trained),
-                ("autocast", self.autocast, other.autocast),
-                ("attributes or hooks of modules", self.said, other.said),
-            )
-            if mine != theirs
-        ]
-        return ", ".join(said)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +148,30 @@ class Caller:
             self.attributes.state(),
         )
 
+    def differs(self, now: Situation, before: Situation, sight: Sight) -> dict[str, str]:
+        """What differs between the present situation and an earlier one, and how it is now.
+
+        `sight` is what the earlier program depends on.
+        """
+        said = dict[str, str]()
+        if now.structure != before.structure or len(now.leaves) != len(before.leaves):
+            said["arguments"] = ""
+        elif now.leaves != before.leaves:
+            pairs = zip(now.leaves, before.leaves, strict=True)
+            said |= dict.fromkeys(sorted({_as_text(mine) for mine, theirs in pairs if mine != theirs}), "")
+        if now.modes != before.modes:
+            paths = (path for path, _ in self.model.named_modules())
+            said["train and eval"] = _switched(paths, now.modes, before.modes, ("in eval", "in train"))
+        if now.trained != before.trained:
+            paths = (path for path, _ in self.model.named_parameters())
+            said["parameters that train"] = _switched(paths, now.trained, before.trained, ("frozen", "trained"))
+        if now.autocast != before.autocast:
+            kinds = [f"{str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in now.autocast]
+            said["autocast"] = ", ".join(kinds) or "off"
+        if now.said != before.said and (changed := self.attributes.changed(sight.seen, sight.unread)):
+            said["attributes or hooks of modules"] = _some(changed)
+        return said
+
     def names(self, structure: pytree.TreeSpec) -> list[str]:
         """Names of the leaves of a call: argument, and path inside it."""
         tree = pytree.tree_unflatten([0] * structure.num_leaves, structure)
@@ -178,6 +183,23 @@ class Caller:
         order = self.arguments(args, kwargs)[0]
         at = {leaf: order.index(i) for i, leaf in enumerate(graph.input_leaves) if isinstance(leaf, str)}
         return [at[str(node.target)] for node in graph.inputs.values()]
+
+
+def _switched(paths: Iterable[str], now: Sequence[bool], before: Sequence[bool], words: tuple[str, str]) -> str:
+    """Text that names what was switched off or on, without modules inside of one that was."""
+    switched: dict[bool, list[str]] = {False: [], True: []}
+    for path, mine, theirs in zip(paths, now, before, strict=True):
+        above = path.split(".")[:-1]
+        inside = ("", *itertools.accumulate(above, "{}.{}".format)) if path else ()
+        if mine != theirs and not any(outer in switched[mine] for outer in inside):
+            switched[mine].append(path)
+    return _some([f"{path or 'the model'} is {words[on]}" for on, some in switched.items() for path in some])
+
+
+def _some(texts: Sequence[str]) -> str:
+    """A few of the texts, and how many more there are."""
+    more = len(texts) - _NAMED
+    return ", ".join([*texts[:_NAMED], f"and {more} more" if more > 0 else ""]).removesuffix(", ")
 
 
 def _said(value: Any) -> tuple[type, Any]:

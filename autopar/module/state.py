@@ -24,7 +24,7 @@ from autopar.module.situation import Caller, Sight, Situation
 from autopar.module.turn_runner import runner_of
 from autopar.module.waiting import Waiting
 from autopar.module.wrapper_guards import watch_parts
-from autopar.runtime.agreement import agree
+from autopar.runtime.agreement import agree, goes_on
 from autopar.runtime.private import unwatched
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold, from_rank_0
@@ -103,6 +103,8 @@ class ModelState:
         if found is None or found is not self.last:  # together, before a collective of one rank meets another's
             what = (self.original.__name__, situation.of_all_ranks(), grad, found and found.number)
             agree(what, f"calls {self.original.__name__} {self.otherwise(situation, grad)}")
+        else:
+            goes_on(f"calls {self.original.__name__} as before")
         if found is None:
             with unwatched():
                 found = lower_again(self, model, situation, grad, self.caller.call(leaves, structure), cut)
@@ -114,10 +116,17 @@ class ModelState:
 
     def otherwise(self, situation: Situation, grad: bool) -> str:
         """Text that says how a call differs from the one before."""
+        before = self.last or self.programs[0]
+        differs = self.caller.differs(situation, before.situation, before.sight)
+        how = f"with other {', '.join(differs)} than "
+        details = "; ".join(filter(None, differs.values()))
         if self.last is None:
-            return "for the first time"
-        differs = situation.differs(self.last.situation)
-        return f"with other {differs} than before" if differs else f"{'with' if grad else 'without'} gradients"
+            said = f"for the first time, {how}planned for" if differs else "for the first time"
+        elif differs:
+            said = f"{how}before"
+        else:
+            said = f"{'with' if grad else 'without'} gradients"
+        return f"{said} ({details})" if details else said
 
     def fits(self, program: SituatedProgram, situation: Situation) -> bool:
         """Whether a program was made for this situation, or one that differs only in unread attributes."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,7 +40,7 @@ _PATIENCE_S = 1.0  # how long a wait lasts before it looks into the store; each 
 _GRACE_S = 3.0  # that the others give the first rank to say who is lost
 _BEGINS, _ASKS, _RUNS, _IS_DONE = range(4)  # where in a call a rank is
 _ALL_AGREE = "all agree"
-_ADVICE = (
+ADVICE = (
     "the same calls, modes, attributes, hooks and shapes on every rank; save_pretrained on all, or with state_dict="
 )
 
@@ -95,7 +96,7 @@ class Verdict(NamedTuple):
     words: str
     is_final: bool = False  # ranks have parted ways for good
     is_lost: bool = False  # some do not come
-    advice: str = _ADVICE
+    advice: str = ADVICE
 
     def __str__(self) -> str:
         return json.dumps(self) if self.words else _ALL_AGREE
@@ -105,7 +106,14 @@ class Verdict(NamedTuple):
         return Verdict("") if text == _ALL_AGREE else Verdict(*json.loads(text))
 
 
+class Doing(threading.local):
+    """What this rank does, in words; ranks may be threads."""
+
+    words = ""
+
+
 _HERE = Standing()
+_DOING = Doing()
 
 
 def _standing() -> Standing | None:
@@ -139,11 +147,22 @@ def run_program() -> None:
     _HERE.where = _RUNS
 
 
+def goes_on(said: str) -> None:
+    """Note that this rank does what it did before, which needs no agreement; `said` is text that says so."""
+    _DOING.words = said
+
+
+def doing() -> str:
+    """Text that says what this rank does."""
+    return _DOING.words
+
+
 def agree(what: object, said: str, is_call: bool = True) -> None:
     """Wait until all ranks are about to do `what`; raise a letter on all of them where some are not.
 
     `said` is text that says what this rank is about to do.
     """
+    _DOING.words = said
     here = _standing()
     if here is None:
         return
@@ -262,7 +281,7 @@ def _overdue(here: Standing) -> Verdict:
             f"rank {', '.join(map(str, others))} did not come to an agreement: it hangs, has ended, or does something "
             "else"
         )
-        return _judge(here, Verdict(words, True, True, f"{_ADVICE}; timeout_s= for how long others wait"))
+        return _judge(here, Verdict(words, True, True, f"{ADVICE}; timeout_s= for how long others wait"))
     if await_key(here.store, here.key("verdict"), _GRACE_S):
         return Verdict.of(_read(here, "verdict"))
     return Verdict("ranks did not come to an agreement, and one that came has ended since", True, True)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.letters import Disagreement, Lost
-from autopar.runtime.agreement import wait_for
+from autopar.runtime.agreement import ADVICE, doing, wait_for
 from autopar.runtime.collectives import gather_into
+from autopar.runtime.failure_log import by_text
 from autopar.sharding.mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -75,15 +76,27 @@ def _sendable(error: Exception) -> Exception:
 
 
 def all_ranks_hold(what: str, value: Any) -> None:
-    """Compare a hash of a value; a letter on every rank names the ranks that differ from rank 0."""
+    """Compare a hash of a value; a letter on every rank names the ranks that differ from rank 0.
+
+    Ranks that meet here may do different things, each of which compares something: then the letter says what each does.
+    """
     if not _ranks_can_talk():
         return
-    everyone = exchanged(numbers_of(value), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
-    if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
-        raise Disagreement(
-            f"ranks hold different {what}: {others} differ from rank 0",
-            advice="the same model, inputs and plan on every rank",
-        )
+    numbers = [*numbers_of(what), *numbers_of(value)]
+    everyone = exchanged(numbers, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if not others:
+        return
+    said: list[Any] = [None] * len(everyone)
+    dist.all_gather_object(said, doing())  # all ranks have seen that they differ
+    words = by_text(enumerate(said)) if len(set(said)) > 1 else ""
+    if words and any(everyone[rank][:4] != everyone[0][:4] for rank in others):
+        raise Disagreement(f"ranks do different things: {words}", advice=ADVICE)
+    raise Disagreement(
+        f"ranks hold different {what}: {others} differ from rank 0",
+        seen=words,
+        advice="the same model, inputs and plan on every rank",
+    )
 
 
 def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:

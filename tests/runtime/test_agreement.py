@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import autopar
-from autopar.letters import Letter
-from autopar.testing import Equality, on_processes
+from autopar.letters import Disagreement, Letter
+from autopar.testing import Equality, on_processes, on_threads
 from tests import language
 from tests.models import eager_links, mlp_case
 from tests.training import whole
@@ -70,14 +70,46 @@ def copies_alone(mine, batch):
 
 
 ALONE = {
-    "evaluates": (evaluates, "train and eval"),
-    "says otherwise": (says_otherwise, "attributes or hooks"),
-    "hooks": (hooks, "attributes or hooks"),
+    "evaluates": (evaluates, r"train and eval than before \(the model is in eval"),
+    "says otherwise": (says_otherwise, r"attributes or hooks.*\(scale is 2.0, and was 1.0\)"),
+    "hooks": (hooks, r"attributes or hooks.*\(hooks of inner.head have changed\)"),
     "other rows": (passes_rows, r"float64\[4, 16\]"),
-    "autocast": (casts, "autocast"),
-    "freezes": (freezes, "parameters that train"),
+    "autocast": (casts, r"autocast.*\(bfloat16 on cpu\)"),
+    "freezes": (freezes, r"parameters that train.*\(inner.head.weight is frozen, inner.head.bias is frozen\)"),
     "evaluates a copy": (copies_alone, "for the first time"),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in ALONE if "copy" not in name])
+def test_a_rank_that_differs_in_its_first_calls_is_told_as_what_it_does(name):
+    """And not as different inputs: ranks meet where the one compares its inputs, and the other its new program."""
+
+    def body(rank, model, batch):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links())
+        mine(**batch).backward()
+        mine.seen += rank  # which nobody reads
+        with pytest.raises(Disagreement) as letter:
+            if rank == 1:
+                ALONE[name][0](mine, batch)
+            mine(**batch)
+        return str(letter.value)
+
+    for said in on_threads(2, body, Scaled(), mlp_case()[1], timeout_s=60):
+        assert re.search(rf"rank 0 calls Scaled as before; rank 1 calls Scaled.*{ALONE[name][1]}", said), said
+        assert "seen" not in said
+
+
+def test_ranks_that_set_other_values_are_told_with_them():
+    def body(rank, model, batch):
+        mine = autopar.autoparallelize(copy.deepcopy(model), batch, mesh=2, parallel="dp", cluster=eager_links())
+        mine.scale = 2.0 + rank
+        mine.drop.eval()
+        with pytest.raises(Disagreement) as letter:
+            mine(**batch)
+        return str(letter.value)
+
+    for said in on_threads(2, body, Scaled(), mlp_case()[1], timeout_s=60):
+        assert re.search(r"(?s)\[1\] differ from rank 0.*drop is in eval.*scale is 2.0.*rank 1.*scale is 3.0", said)
 
 
 def one_alone(rank, model, batch, who, parallel, names):
