@@ -169,21 +169,31 @@ def agree(what: object, said: str, is_call: bool = True) -> None:
     if here.broken is not None:
         raise here.broken
     here.where = _ASKS if is_call else _IS_DONE
-    store, rank = here.store, dist.get_rank()
-    digest = hashlib.sha256(repr(what).encode()).hexdigest()
+    try:
+        verdict = _verdict(here, hashlib.sha256(repr(what).encode()).hexdigest(), said)
+    except RuntimeError as e:
+        words = f"the job's store does not answer: {str(e).partition(chr(10))[0]:.200}"
+        verdict = Verdict(words, True, True, "the log of rank 0 or of the launcher, which held it")
+    here.agreements, here.calls = here.agreements + 1, 0
+    if verdict.words:
+        raise _letter(here, verdict, said)
+
+
+def _verdict(here: Standing, digest: str, said: str) -> Verdict:
+    """Say what this rank is about to do, and wait until it is known what all are."""
+    rank = dist.get_rank()
     mine = Asked(rank, here.place, digest, failure_log.raised_in(), said)
-    asked = Asked.of(settle(store, here.key("asked"), str(mine)))
-    if is_other := asked.hash != mine.hash:
-        store.set(here.key(rank), said)
+    asked = Asked.of(settle(here.store, here.key("asked"), str(mine)))
+    if is_other := asked.hash != digest:
+        here.store.set(here.key(rank), said)
     is_last, are_others = here.roll_call().come(rank, is_other)
     if is_last:
         verdict = _judge(here, Verdict(_differences(here, asked) if are_others else ""))
     else:
         verdict = _listened(here) if asked.rank == rank else _awaited(here)
-    _tidy(here, is_other)
-    here.agreements, here.calls = here.agreements + 1, 0
-    if verdict.words:
-        raise _letter(here, verdict, said)
+    if not verdict.is_final:
+        _tidy(here, is_other)
+    return verdict
 
 
 def tell_error() -> None:

@@ -86,7 +86,7 @@ def _lost(where: str, error: Exception) -> Lost:
     try:
         what = _told_by_one()
     except Exception:  # the store lives with rank 0, or with the launcher
-        what = "a collective failed, and the job's store does not answer: the process that held it has ended"
+        what = "rank 0 or the launcher has ended: a collective failed, and the job's store does not answer"
     return Lost(
         what,
         at=f"rank {dist.get_rank()}, in {where}",
