@@ -198,7 +198,7 @@ class Attributes:
         if held != before:
             said.append("parameters were tied, untied, cast, added or removed")
         if mine[6] != then[6]:
-            said.append("buffers were exchanged for others")
+            said.append("buffers were tied, untied or exchanged for others")
         return said
 
     def _watch_all(self) -> None:
@@ -238,14 +238,14 @@ class Attributes:
             held = []
             for (of, _), keys in zip(self.readers, self.keys.values(), strict=True):
                 held.append(tuple(of.get(key, _GONE) for key in (*keys, keys[0])))
-        first = dict[int, int]()  # of each parameter, whichever comes: ties are seen
+        first = dict[int, int]()  # of each parameter and buffer, whichever comes: ties are seen
         parameters = [
             None if p is None else (first.setdefault(id(p), len(first)), p.requires_grad, p.dtype)
             for m in self.modules
             for p in m._parameters.values()
         ]
         buffers = [
-            None if b is None else (b.shape, b.dtype, b.requires_grad)
+            None if b is None else (first.setdefault(id(b), len(first)), b.shape, b.dtype, b.requires_grad)
             for m in self.modules
             for b in m._buffers.values()
         ]

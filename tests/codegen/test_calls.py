@@ -124,6 +124,48 @@ def test_buffers_and_parameters_that_are_exchanged_may_lie_otherwise():
         Equality.in_float64("exchanged", found, expected, 1e-9).check()
 
 
+class Averaging(nn.Module):
+    """Writes a running mean and reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return self.linear(x) + self.mean
+
+
+class TwoMeans(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Averaging(), Averaging()
+
+    def forward(self, x):
+        return self.second(self.first(x)).pow(2).sum()
+
+
+@pytest.mark.parametrize("are_tied", [False, True])
+def test_buffers_may_be_tied_and_untied_after_the_trace(are_tied):
+    base, x = built(TwoMeans), drawn(4, 4)
+
+    def results(model):
+        found = {}
+        for call in range(4):
+            tied = are_tied ^ (call in (1, 2))
+            if tied != (model.second.mean is model.first.mean):
+                model.second.mean = model.first.mean if tied else model.first.mean.clone()
+            found[f"loss {call}"] = model(x).detach()
+        return found | {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+    if are_tied:
+        base.second.mean = base.first.mean
+    expected = results(copy.deepcopy(base))
+    for found in on_threads(2, lambda rank: results(parallel_of(copy.deepcopy(base), {"x": x}, 2, "dp"))):
+        Equality.in_float64("tied", found, expected, 1e-9).check()
+
+
 class Images(nn.Module):
     def __init__(self):
         super().__init__()
