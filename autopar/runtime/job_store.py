@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from autopar.runtime.private import job_store
 
 _TICK_S = 0.01  # the precision of torch's time-outs
@@ -27,7 +29,7 @@ _MARKED = 1 << 32  # beside the number of counters that are full, in one counter
 class _Connected:
     store: Any = None  # the job's store, by which a new job is told from the last
     own: Any = None
-    worlds: int = 0  # number of jobs so far, alike on every rank
+    job: int = 0  # number of the job among those that have this store
 
 
 _CONNECTED = _Connected()
@@ -40,13 +42,14 @@ def connection() -> Any:
     """
     if _CONNECTED.store is not (store := job_store()):
         _CONNECTED.store, _CONNECTED.own = store, store.clone()
-        _CONNECTED.worlds += 1
+        # a group that is made again may have the store of the last one, and its entries
+        _CONNECTED.job = (_CONNECTED.own.add("autopar/ranks", 1) - 1) // dist.get_world_size()
     return _CONNECTED.own
 
 
 def key(*names: object) -> str:
-    """The name of an entry; a later job may have the same store."""
-    return "/".join(map(str, ("autopar", _CONNECTED.worlds, *names)))
+    """The name of an entry."""
+    return "/".join(map(str, ("autopar", _CONNECTED.job, *names)))
 
 
 def settle(store: Any, name: str, value: str) -> str:

@@ -68,6 +68,7 @@ def on_ranks(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist, "get_rank", lambda: ranks.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     job_store.connection()
 
     def run(count, body):
@@ -173,7 +174,7 @@ def test_an_error_of_one_rank_ends_the_wait_of_the_others(raises, on_ranks):
 @pytest.mark.parametrize("count", [16, 64, 256])
 @pytest.mark.parametrize("lost", ["hangs", "raises", "none"])
 def test_finding_who_is_lost_costs_little(count, lost, on_ranks, monkeypatch):
-    monkeypatch.setattr(faults, "_GRACE_S", 1.0)
+    monkeypatch.setattr(faults, "_GRACE_S", 3.0 if lost == "hangs" else 20.0)
 
     def body(rank):
         if rank == 3 and lost == "raises":
@@ -187,3 +188,15 @@ def test_finding_who_is_lost_costs_little(count, lost, on_ranks, monkeypatch):
     told = [text for text in found if text]
     assert len(told) >= count - 1 and all(words[lost] in text for text in told), told[0]
     assert store.count <= MOST * count
+
+
+def test_a_group_made_again_on_the_same_store_has_entries_of_its_own(monkeypatch):
+    store, names = dist.HashStore(), []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for _ in range(2):
+        for _ in range(2):  # ranks of a job
+            monkeypatch.setattr(job_store, "_CONNECTED", job_store._Connected())
+            monkeypatch.setattr(job_store, "job_store", lambda: store)
+            job_store.connection()
+            names.append(job_store.key("x"))
+    assert names[0] == names[1] != names[2] == names[3]
