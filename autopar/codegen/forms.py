@@ -10,8 +10,8 @@ import torch.fx as fx
 
 from autopar.graph.graph import TensorType, call_of, info, type_of
 from autopar.letters import NotServed
-from autopar.ops.entry import SHAPE, SIZES, facts_of
-from autopar.ops.local import OpCall, local_output, local_sizes
+from autopar.ops.entry import facts_of
+from autopar.ops.local import OpCall, on_device
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow, Sharding
@@ -44,17 +44,13 @@ def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Calla
     op, call, here = node.target, call_of(node), at.place(node)
     if info(node).in_time[0]:
         call, here = _among_all_turns(node, call, here)
-    for marker, local in ((SHAPE, local_output), (SIZES, local_sizes)):
-        if (name := op.local(marker)) is not None:
-            kwargs = {**kwargs, name: local(here, call)}
-    facts = facts_of(op.name)
-    if call.random >= 0 and not facts.draws:
+    if call.random >= 0 and not facts_of(op.name).draws:
         raise NotServed(
             f"{op.name} draws random numbers, and has no form yet that draws the same under every plan",
             at=info(node).source,
             advice=_INSTEAD.get(op.name, _OTHERS),
         )
-    return (facts.form(here, call, kwargs) if facts.form else None) or (op, kwargs)
+    return on_device(op, here, call, kwargs)
 
 
 def _among_all_turns(node: fx.Node, call: OpCall, here: OpOnDevice) -> tuple[OpCall, OpOnDevice]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autopar.ops.entry import SHAPE, SIZES, Op, facts_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import R, Sharding, local_shape, part
 
@@ -48,6 +49,15 @@ class Here(Protocol):
     def leaves(self, output: int = 0) -> Sharding:
         """Sharding in which the op gives an output."""
         ...
+
+
+def on_device(op: Op, here: Here, call: OpCall, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that computes an op on a device, and its arguments there, local shapes for whole ones."""
+    for marker, local in ((SHAPE, local_output), (SIZES, local_sizes)):
+        if (name := op.local(marker)) is not None:
+            kwargs = {**kwargs, name: local(here, call)}
+    form = facts_of(op.name).form
+    return (form(here, call, kwargs) if form else None) or (op, kwargs)
 
 
 def local_output(here: Here, call: OpCall, output: int = 0) -> tuple[int, ...]:

@@ -10,12 +10,12 @@ import re
 
 import pytest
 
-from autopar.ops.entry import FACTS, OPS, SHAPE
+from autopar.ops.entry import FACTS
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import every_part_holds_something
 from autopar.sharding.strategies import Strategy
-from autopar.space.discovery import Trial, universe
-from tests.ops.proof import leaves, local_arguments, strategies_of, with_leaves
+from autopar.space.discovery import universe
+from tests.ops.proof import strategies_of, trial_of
 from tests.ops.samples import SAMPLES, is_plain, samples
 
 DEVICES = (2, 3)
@@ -78,21 +78,6 @@ MISSING = [
 ]
 
 
-def call_of(op, arguments) -> Trial:
-    """The op on its tensor operands; a shape or a number of groups that its arguments name is the local one."""
-    given = leaves(arguments)
-
-    def filled(tensors):
-        return with_leaves(arguments, dict(zip(given, tensors, strict=True)))
-
-    def local(tensors, shapes):
-        here = local_arguments(op, arguments, filled(tensors), shapes)
-        return OPS[op].run(here)
-
-    named = OPS[op].local(SHAPE) or op in ("split", "group_norm") or arguments.get("groups", 1) > 1
-    return Trial(tuple(given.values()), lambda tensors: OPS[op].run(filled(tensors)), local if named else None)
-
-
 def values_of(strategy: Strategy) -> str:
     """The strategy without the gradients of what has none."""
     return re.sub(r"/P\(sum\)", "", repr(strategy)) if "P(sum)/" not in repr(strategy) else repr(strategy)
@@ -102,10 +87,10 @@ def compare(op, most=None):
     """Strategies that only the rule has on some number of devices, and those that it lacks on all."""
     wrong, missing = [], []
     for arguments in samples(op)[:most]:
-        universes = [universe(call_of(op, arguments), (n,)) for n in DEVICES]
+        universes = [universe(trial_of(op, arguments), (n,)) for n in DEVICES]
         flows_back = any(f.gradient.is_partial for found in universes for s in found for f in (*s.operands, *s.outputs))
         name = repr if flows_back else values_of  # no gradient: only values are compared
-        strategies, sizes = strategies_of(op, arguments)
+        strategies, sizes = strategies_of(op, arguments, with_marks=False)
         strategies = [s for s in strategies if "blocks" not in repr(s)]
         known: set[str] = set()
         for n, found in zip(DEVICES, universes, strict=True):

@@ -1,0 +1,109 @@
+"""`Rehearsal`: one axis whose devices are threads of this process, on which a local form runs without a process group.
+
+`convert` and `start` have no kernel in a program: they are written out as collectives before it runs. In a thread of a
+rehearsal they exchange tensors with the other threads, forward and backward, so that a form can be tried when its op is
+planned. `messages` counts what was sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autopar.sharding.convert import LocalStep
+from autopar.sharding.placement import part
+
+AXIS = "rehearsed"
+_TIMEOUT_S = 30.0  # a device that waits longer has lost the others: they run other steps
+_OF_THREAD = threading.local()
+T = TypeVar("T")
+
+
+class Rehearsal:
+    """Threads that stand for the devices of one axis."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.messages = Counter[str]()
+        self._barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
+        self._held: list[Any] = [None] * size
+
+    def run(self, body: Callable[[int], T]) -> list[T]:
+        """The results of `body(index)` by device; an error of one of them is raised here."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def of(index: int) -> None:
+            _OF_THREAD.here = self, index
+            try:
+                results[index] = body(index)
+            except BaseException as e:
+                if not isinstance(e, threading.BrokenBarrierError):
+                    errors.append(e)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=of, args=(i,), daemon=True) for i in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        if self._barrier.broken:
+            raise RuntimeError("a device waits for a message that no other sends")
+        return results
+
+    def convert(self, index: int, x: Tensor, steps: str) -> Tensor:
+        """The result of steps of a conversion on one device."""
+        result = x
+        for step in LocalStep.parse_all(steps):
+            result = self._after(index, result, step)
+        return result.clone()
+
+    def _after(self, index: int, x: Tensor, step: LocalStep) -> Tensor:
+        if step.kind == "lodge":
+            return x if index == 0 else torch.zeros_like(x)
+        if step.kind == "slice":
+            (dim, size, _), *_ = step.dims
+            return x.narrow(dim, *part(size, self.size, index))
+        parts = self._exchanged(index, x, step.kind)
+        if step.kind == "all_reduce":
+            return torch.stack(parts).sum(0, dtype=x.dtype)
+        if step.kind == "all_reduce_max":
+            return torch.stack(parts).amax(0)
+        if step.kind == "all_gather":
+            return torch.cat(parts, step.dims[0][0])
+        raise NotImplementedError(f"{step.kind} in a local form that is tried")
+
+    def _exchanged(self, index: int, x: Tensor, kind: str) -> list[Tensor]:
+        """What all devices send, on each of them."""
+        if index == 0:
+            self.messages[kind] += 1
+        self._held[index] = x
+        self._barrier.wait()
+        parts = list(self._held)
+        self._barrier.wait()
+        return parts
+
+
+def converted(x: Tensor, steps: str) -> Tensor:
+    """The result of a conversion's steps in this thread of a rehearsal."""
+    rehearsal, index = _here()
+    return rehearsal.convert(index, x, steps)
+
+
+def start_in(size: int) -> int:
+    """The start of this thread's part of a dim of this size."""
+    rehearsal, index = _here()
+    return part(size, rehearsal.size, index)[0]
+
+
+def _here() -> tuple[Rehearsal, int]:
+    here = getattr(_OF_THREAD, "here", None)
+    assert here is not None, "a conversion is written out as collectives before it runs"
+    return here
