@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import torch
@@ -112,4 +113,38 @@ GPT2_MUTANTS = {
     "a fused weight is cut straight through": lambda patch: patch.setattr(
         collectives, "_by_parts", lambda x, dim, parts, blocks: x
     ),
+}
+
+
+def _without_exchange(form, left_out):
+    """A local form whose n-th message is not sent: each device goes on with what it holds."""
+
+    def patched(patch):
+        whole, sent = getattr(forms, form), threading.local()
+
+        def counted(*args, **how):
+            sent.count = 0
+            return whole(*args, **how)
+
+        def unless_left_out(send):
+            def sends(x, *how):
+                if how[0] == "lodge":
+                    return send(x, *how)
+                sent.count += 1
+                return x if sent.count == left_out + 1 else send(x, *how)
+
+            return sends
+
+        patch.setattr(forms, form, counted)
+        patch.setattr(forms, "reduced", unless_left_out(forms.reduced))
+        patch.setattr(forms, "_exchanged", unless_left_out(forms._exchanged))
+
+    return patched
+
+
+# messages of each form, in forward and then in backward: one taken out at a time
+EXCHANGE_MUTANTS = {
+    f"message {k} of {form} is not sent": (form, _without_exchange(form, k))
+    for form, count in {"amax_part": 2, "logsumexp_part": 2, "cross_entropy_part": 4, "batch_norm_part": 3}.items()
+    for k in range(count)
 }

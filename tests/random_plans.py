@@ -44,14 +44,17 @@ def with_random_states(plan: Plan, rng: np.random.Generator) -> Plan:
     return replace(plan, recomputed=recomputed, passing=passing)
 
 
-def random_plan_with(cut: tuple[str, int, str], model: nn.Module, batch: dict, mesh: DeviceMesh, seed: int) -> Plan:
-    """A random plan in which, of each op of a name, an operand has one placement on every axis."""
+def random_plan_with(
+    cut: tuple[str, int | None, str], model: nn.Module, batch: dict, mesh: DeviceMesh, seed: int
+) -> Plan:
+    """A random plan in which, of each op of a name, an operand has one placement on every axis; None: its output."""
     op, operand, placement = cut
 
     def refused(site: Site) -> list[bool]:
         if site.op != op:
             return [False] * len(site.choices)
-        return [any(repr(flow.value) != placement for flow in choice.operand(operand)) for choice in site.choices]
+        ends = (choice.output() if operand is None else choice.operand(operand) for choice in site.choices)
+        return [any(repr(flow.value) != placement for flow in flows) for flows in ends]
 
     space = shardings(ColoTracer().trace(model, batch), Setting(mesh, eager_links()))
     return cheapest_at_random(space, np.random.default_rng(seed), refused)

@@ -40,7 +40,8 @@ def bernoulli(input: Tensor, p: float | Tensor | None = None) -> Tensor:
 
 def normal_filled(size: Sequence[int], mean: float, std: float, dtype: torch.dtype | None = None) -> Tensor:
     """torch.normal of two numbers: draws of one distribution in a new tensor."""
-    return torch.normal(mean, std, tuple(size), dtype=dtype)
+    # torch.normal moves the CPU's generator where it only gives a meta tensor, as planning asks of every op
+    return torch.empty(tuple(size), dtype=dtype).normal_(mean, std)
 
 
 def randint(size: Sequence[int], low: int, high: int, dtype: torch.dtype | None = None) -> Tensor:

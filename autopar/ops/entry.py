@@ -157,8 +157,8 @@ class Facts:
     rule: Rule | RuleFunction | None = None  # how it may be cut: `docs/rules.md`
     serves: str = ""  # the marks of rules that its local form or its local shape serves
     form: FormFunction | None = None  # its local form, which computes it on a part where the op itself will not do
-    # number of all-reduces in its local form, forward and backward, where what it counts or reduces is cut
-    exchanges: tuple[int, int] = (0, 0)
+    # all-reduces in its local form, forward and backward, where what it counts or reduces is cut
+    exchanges: tuple[int, int] | Callable[[OpCall], tuple[int, int]] = (0, 0)
     draws: bool = False  # it is random; its form draws by the position in the whole tensor
     keeps: Line | Callable[[OpCall, str], Line] | None = None  # saved for backward, by kind of device; None: everything
     work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = None  # temporary bytes, forward and backward
@@ -264,12 +264,33 @@ def describe(
     **facts: Any,
 ) -> None:
     """Set the facts of an op; `makes` are the bytes that it makes for its backward, by kind of device."""
-    known = FACTS[name] = Facts(serves=serves, **facts)
+    known = Facts(serves=serves, **facts)
+    _check_form(name, known)
+    FACTS[name] = known
     known.keeps = Line.of(keeps, **(makes or {})) if isinstance(keeps, str) else keeps
     if rule is not None:
         known.rule = parse(rule, linear) if isinstance(rule, str) else rule
     if isinstance(known.rule, Rule):
         check_marks(name, known.rule)
+
+
+def _check_form(name: str, known: Facts) -> None:
+    """Raise where an entry serves a mark without a local form, or reduces inside without saying its all-reduces."""
+    if known.form is None and set(known.serves) & {"~", "^"}:
+        raise BadRule(
+            f"{name} serves {known.serves} and has no local form", advice="form=, which computes it on a part"
+        )
+    if "^" in known.serves and known.exchanges == (0, 0):
+        raise BadRule(
+            f"{name} is reduced inside (^), and its entry says of no all-reduce: plans would take them for free",
+            advice="exchanges=(1, 0), the all-reduces of its local form in forward and in backward",
+        )
+
+
+def exchanges_of(call: OpCall) -> tuple[int, int]:
+    """The all-reduces of a call's local form, forward and backward, where what it counts or reduces is cut."""
+    exchanges = facts_of(call.op).exchanges
+    return exchanges(call) if callable(exchanges) else exchanges
 
 
 def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[Tensor, ...]]:

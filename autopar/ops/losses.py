@@ -60,6 +60,12 @@ def classes_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.cross_entropy_part, {**how, "cuts": cuts(here, shape, lies, 1), "classes": shape[1]}
 
 
+def exchanged(call: OpCall) -> tuple[int, int]:
+    """All-reduces of a loss over cut classes: of the maximum, of the sum, and of weights, which smoothing adds up."""
+    weighted, smoothed = call.arguments.get("weight") is not None, bool(call.arguments.get("label_smoothing"))
+    return 2 + weighted + (weighted and smoothed), 0
+
+
 def ctc_loss(arguments: Mapping[str, Any]) -> Rule:
     """Sequences may be cut where each has a row of targets; nothing is cut where targets are concatenated."""
     if len(arguments["targets"].shape) == 1:
@@ -134,7 +140,7 @@ op(
     rule=cross_entropy,
     serves="~",
     form=classes_of_part,
-    exchanges=(2, 0),
+    exchanges=exchanged,
     counts="c",
     second_size=(0, -1),
     keeps="target",

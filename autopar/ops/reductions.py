@@ -135,6 +135,11 @@ def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.amax_part, {**kwargs, "axes": axes, "least": call.op == "amin"}
 
 
+def exchanged(call: OpCall) -> tuple[int, int]:
+    """All-reduces of a maximum: of the value, and of the number of those that attain it, which shares the gradient."""
+    return (2 if "float" in call.outputs[0].dtype else 1), 0
+
+
 def _translates_spread(name: str, *functions: Any) -> None:
     """Read var(x, False), var(x, 1, False, True) and var(x, dim=1, correction=0) as one op."""
 
@@ -225,7 +230,7 @@ op(
 )  # a sum and a quotient, to the graph
 for name, neutral in (("amax", -math.inf), ("amin", math.inf)):
     dims = "input:T, dim=None, keepdim=False"
-    each(name, dims, rule=reduction_of_parts, serves="^", form=parts, exchanges=(2, 0), neutral=neutral)
+    each(name, dims, rule=reduction_of_parts, serves="^", form=parts, exchanges=exchanged, neutral=neutral)
 each(
     "logsumexp",
     "input:T, dim, keepdim=False",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, info, op_name
-from autopar.ops.entry import facts_of
+from autopar.graph.graph import Graph, call_of, info, op_name
+from autopar.ops.entry import exchanges_of, facts_of
 from autopar.sharding.certainty import FROM, MEASURED
 from autopar.sharding.cost_model import Kernel
 from autopar.sharding.strategies import Choice
@@ -36,7 +36,10 @@ class CostLines:
         return {info(node).key: node for node in self.bindings.rules}
 
     def __call__(self, name: str, choice: Choice) -> list[str]:
-        """A line for each kernel of the op under a choice; for the loss, one about the step's fixed seconds."""
+        """A line for each kernel of the op under a choice, and one for what its local form sends.
+
+        Of the loss, one about the step's fixed seconds.
+        """
         node = self.ops.get(name)
         if node is None:
             return self._of_step(name)
@@ -45,7 +48,16 @@ class CostLines:
         lines = [self._line("forward", 1, kernel, "forward") for kernel in kernels.forward]
         lines += [self._line("backward", count, kernel, "backward") for count, kernel in kernels.backward]
         lines += [self._line(f"backward, {k.names[0]}", count, k, "forward") for count, k in kernels.beside]
-        return [*self._of_chunks(chosen), *(line for line in lines if line)]
+        return [*self._of_chunks(chosen), *(line for line in lines if line), *self._of_exchanges(chosen)]
+
+    def _of_exchanges(self, chosen: Chosen) -> list[str]:
+        """A line about the all-reduces inside an op's local form; none where it has none under this choice."""
+        seconds = float(np.sum(self.seconds.exchange(chosen)))
+        if not seconds:
+            return []
+        forward, backward = exchanges_of(call_of(chosen.node))
+        back = backward if any(t.requires_grad for t in chosen.outputs) else 0
+        return [f"all-reduces inside it: {forward} in forward, {back} in backward, {seconds * 1e6:.1f} us"]
 
     def unaligned(self, choices: Mapping[str, Choice]) -> dict[str, float]:
         """Seconds, by name, that products among these ops lose to rows that are no multiple of 16 bytes."""

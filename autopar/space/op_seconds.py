@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
+from autopar.graph.graph import Graph, TensorType, call_of, info, op_name, type_of
 from autopar.graph.nodes import typed
-from autopar.ops.entry import Line, facts_of, timed_name
+from autopar.ops.entry import Line, exchanges_of, facts_of, timed_name
 from autopar.sharding.cost_model import (
     BROADCAST,
     SUM,
@@ -325,7 +325,7 @@ class OpSeconds:
 
     def exchange(self, chosen: Chosen) -> np.ndarray | float:
         """Seconds, by choice, of all-reduces in an op's local form, each a message of its own; 0.0 if none."""
-        forward, backward = facts_of(chosen.op).exchanges
+        forward, backward = exchanges_of(call_of(chosen.node))
         exchanges = forward + backward * any(t.requires_grad for t in chosen.outputs)
         binding, mesh = chosen.binding, self.mesh
         if binding is None or not exchanges:

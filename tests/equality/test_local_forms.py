@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import autopar
-from autopar.testing import Equality
+from autopar.certificate import VARIABLE
+from autopar.codegen import joint
+from autopar.ops.entry import FACTS
+from autopar.testing import Equality, Unequal
 from tests.models import FunctionModel
-from tests.random_plans import random_plan_with
+from tests.mutants import EXCHANGE_MUTANTS
+from tests.random_plans import random_plan, random_plan_with
 from tests.training import whole
 
 
@@ -29,6 +33,15 @@ def heads(m, x):
 
 def loss(weighted=False, **how):
     return lambda m, x: F.cross_entropy(x @ m.weight, labels(), weight=weights(m) if weighted else None, **how)
+
+
+def normed(m, x, *statistics, **how):
+    return F.batch_norm((x @ m.weight).view(6, 3, 4), *statistics, weight=m.weight[0, :3], training=True, **how)
+
+
+def beside(make):
+    """A model of a product and a tensor that each device makes its own part of."""
+    return lambda m, x: ((x @ m.weight) * make(x).to(x.dtype)).pow(3).sum()
 
 
 CASES = {  # op, operand, its placement there, the model
@@ -86,7 +99,38 @@ CASES = {  # op, operand, its placement there, the model
         "S(0)",
         lambda m, x: F.embedding(labels().clamp(0, 5), m.weight, padding_idx=3).pow(3).sum() * x.sum(),
     ),
+    "statistics of rows": ("batch_norm", 0, "S(0)", lambda m, x: (normed(m, x, None, None) * x[:, :4][:, None]).sum()),
+    "and of places": ("batch_norm", 0, "S(2)", lambda m, x: normed(m, x, None, None).pow(3).sum()),
+    "running statistics": (
+        "batch_norm_updating",
+        0,
+        "S(0)",
+        lambda m, x: (normed(m, x, m.mean[:3], m.var[:3]).pow(3) * m.var[:3, None]).sum(),
+    ),
 }
+MADE = {  # op: a call of it, of which every device makes its part
+    "arange": lambda x: torch.arange(12),
+    "full": lambda x: torch.full((6, 12), 0.5),
+    "zeros": lambda x: torch.zeros(6, 12) + 1,
+    "ones": lambda x: torch.ones(6, 12),
+    "empty": lambda x: torch.where(torch.ones(6, 12) > 0, 0.5, torch.empty(6, 12)),
+    "new_zeros": lambda x: x.new_zeros(6, 12) + 1,
+    "new_ones": lambda x: x.new_ones(6, 12),
+    "new_empty": lambda x: torch.where(x.new_ones(6, 12) > 0, 0.5, x.new_empty(6, 12)),
+    "new_full": lambda x: x.new_full((6, 12), 0.5),
+    "rand": lambda x: torch.rand(6, 12),
+    "randn": lambda x: torch.randn(6, 12),
+    "normal_filled": lambda x: torch.normal(1.0, 2.0, (6, 12)),
+    "randint": lambda x: torch.randint(0, 9, (6, 12)),
+    "expand": lambda x: x[:, :1].expand(6, 12),
+}
+CASES |= {f"made: {op}": (op, None, "S(1)" if op != "arange" else "S(0)", beside(make)) for op, make in MADE.items()}
+DRAWN = frozenset(op for op, facts in FACTS.items() if facts.draws and "*" in facts.serves)
+
+
+def test_every_op_that_serves_a_mark_has_a_case():
+    """What a form computes on a part is a claim of its own."""
+    assert {op for op, facts in FACTS.items() if facts.serves} == {op for op, *_ in CASES.values()}
 
 
 @pytest.mark.parametrize(
@@ -99,25 +143,59 @@ CASES = {  # op, operand, its placement there, the model
     ids=str,
 )
 def test_it_computes_what_the_op_computes(name, mesh, threads):
+    compare(name, autopar.DeviceMesh(mesh), threads)
+
+
+def compare(name, mesh, threads):
+    """Run a case under random plans that cut its op, and compare with one device."""
     *cut, function = CASES[name]
-    mesh = autopar.DeviceMesh(mesh)
     model, batch = FunctionModel(function, 6, 12), {"x": torch.randn(6, 6).double()}
-    reference = copy.deepcopy(model)
-    expected_loss = reference(**batch)
-    expected_loss = expected_loss.sum()
-    expected_loss.backward()
-    expected = {"loss": expected_loss.detach(), "weight": reference.weight.grad}
 
     def body(rank, plan):
+        torch.manual_seed(3)
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
         loss = mine(**batch).sum()
         loss.backward()
         return {"loss": loss.detach(), "weight": whole(mine.weight.grad)}, mine.code
 
+    if cut[0] in DRAWN:  # tests/equality/test_draws.py holds draws against the published bits
+        ((expected, _),) = threads(1, body, random_plan(model, batch, autopar.DeviceMesh((1,)), 0))
+    else:
+        reference = copy.deepcopy(model)
+        expected_loss = reference(**batch).sum()
+        expected_loss.backward()
+        expected = {"loss": expected_loss.detach(), "weight": reference.weight.grad}
     for seed in range(2 if mesh.size == 2 else 1):  # on two axes planning takes ten times as long
-        for result, code in threads(mesh.size, body, random_plan_with(cut, model, batch, mesh, seed)):
+        plan = random_plan_with(cut, model, batch, mesh, seed)
+        for result, code in threads(mesh.size, body, plan):
             Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
-            assert "_part(" in code
+            assert "_part(" in code or name.startswith("made")
+
+
+OF_FORM = {  # a form that sends messages: cases whose ops run it
+    "amax_part": ("largest", "largest of equals"),
+    "logsumexp_part": ("log sum exp",),
+    "cross_entropy_part": ("smoothed and weighted",),
+    "batch_norm_part": ("statistics of rows",),
+}
+
+
+@pytest.mark.parametrize("mutant", EXCHANGE_MUTANTS)
+def test_a_form_without_one_of_its_messages_is_noticed(mutant, threads, monkeypatch):
+    form, *_ = EXCHANGE_MUTANTS[mutant]
+    monkeypatch.setenv(VARIABLE, "off")  # by its values, not by its types
+    EXCHANGE_MUTANTS[mutant][1](monkeypatch)
+    joint.LOWERED.clear()
+    with pytest.raises(Unequal):
+        for name in OF_FORM[form]:
+            compare(name, autopar.DeviceMesh((2,)), threads)
+    joint.LOWERED.clear()
+
+
+def test_every_form_that_sends_messages_has_its_mutants():
+    """One for every message of every form, of the call that sends most."""
+    sending = {op for op, facts in FACTS.items() if facts.exchanges != (0, 0)}
+    assert sending == {CASES[name][0] for names in OF_FORM.values() for name in names} | {"amin", "batch_norm_updating"}
 
 
 def test_the_largest_is_exact_though_several_are_it(threads):

@@ -5,19 +5,25 @@ Every strategy of every rule is run on shards in one process, forward and backwa
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 import autopar
+from autopar.graph.graph import TensorType
 from autopar.letters import BadRule
 from autopar.ops.declare import WHOLE
-from autopar.ops.entry import FACTS, OPS, facts_of
+from autopar.ops.entry import FACTS, OPS, describe, exchanges_of, facts_of
+from autopar.ops.local import OpCall
+from autopar.runtime.rehearsal import Rehearsal
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import flow
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
+from autopar.space.trial import tupled
 from autopar.tracer import ColoTracer
-from tests.ops.proof import prove, run_all, strategies_of
-from tests.ops.samples import SAMPLES, is_plain, normal
+from tests.ops.proof import prove, run_all, strategies_of, typed
+from tests.ops.samples import SAMPLES, is_plain, normal, samples
 from tests.tracer.cases import Of
 
 
@@ -31,6 +37,61 @@ def test_every_op_of_the_vocabulary_has_a_rule(op):
 )  # the others: tests/ops/test_every_function.py
 def test_every_strategy_computes_what_the_op_computes(op):
     run_all(op)
+
+
+SENDING = sorted(op for op, facts in FACTS.items() if facts.serves and facts.form and SAMPLES.get(op))
+
+
+def proofs(op):
+    """Every sample and strategy of an op on two devices that no cut leaves without a part."""
+    for arguments in samples(op):
+        strategies, sizes = strategies_of(op, arguments)
+        for strategy in strategies:
+            if strategy.cut is None or all(sizes[f] >= 2 for f in strategy.cut.factors):
+                yield arguments, strategy
+
+
+@pytest.mark.parametrize("op", SENDING)
+def test_an_entry_says_what_its_form_sends(op):
+    """Plans are priced by it."""
+    sends = False
+    for arguments, strategy in proofs(op):
+        outputs = tuple(TensorType.of(o) for o in tupled(OPS[op].run(arguments)))
+        is_marked = strategy not in strategies_of(op, arguments, with_marks=False)[0]
+        said = exchanges_of(OpCall(op, typed(arguments), outputs)) if is_marked else (0, 0)
+        assert prove(op, arguments, strategy, 2).messages == said, strategy
+        sends = sends or is_marked
+    assert sends
+
+
+def sent_at_most(op):
+    """The most messages of a form over the samples of its op."""
+    calls = [OpCall(op, typed(a), tuple(map(TensorType.of, tupled(OPS[op].run(a))))) for a in samples(op)]
+    return max((sum(exchanges_of(call)) for call in calls), default=0)
+
+
+@pytest.mark.parametrize("op, left_out", [(op, k) for op in SENDING for k in range(sent_at_most(op))])
+def test_a_form_without_one_of_its_messages_is_caught(op, left_out, monkeypatch):
+    sent = Counter()
+
+    def alone(self, index, x, kind):
+        sent[index] += 1
+        return [x] if sent[index] == left_out + 1 else exchanged(self, index, x, kind)
+
+    exchanged = Rehearsal._exchanged
+    monkeypatch.setattr(Rehearsal, "_exchanged", alone)
+    with pytest.raises(AssertionError):
+        for arguments, strategy in proofs(op):
+            sent.clear()
+            prove(op, arguments, strategy, 2)
+
+
+@pytest.mark.parametrize("serves, how, said", [("^", dict(form=print), "all-reduce"), ("~", {}, "no local form")])
+def test_an_entry_without_its_form_or_what_it_sends_is_an_error(serves, how, said):
+    """Its communication would be free in every plan."""
+    with pytest.raises(BadRule, match=said):
+        describe("autopar_tests.summed", rule="n^ d -> d", serves=serves, **how)
+    assert "autopar_tests.summed" not in FACTS
 
 
 @pytest.mark.parametrize(
