@@ -69,6 +69,7 @@ class Interface:
     # of a constant the part that a device takes is cut; otherwise it is as good a part of any other cut
     cuts_constants: bool = False
     looks_inside: bool = False  # whether a view is read by the shapes that its op makes inside
+    users_rule: Callable[[str], str] = lambda _: ""  # of a model's op: the line with which a user said its rule
 
 
 @dataclass(slots=True)
@@ -287,7 +288,9 @@ class _Walk:
                 graph = body_of(node)
             except (RuntimeError, *_UNFORESEEN):  # torch cannot trace it: nothing is known then
                 return unknown(call)
-            body = _Walk(graph, replace(self.interface, comes_of=lambda _: ""), Certificate())
+            said = self.interface.users_rule(self.interface.comes_of(node))
+            inside = replace(self.interface, comes_of=lambda _: "", users_rule=lambda _: said)
+            body = _Walk(graph, inside, Certificate())
             made = body.run([self.types[n] for n in node.all_input_nodes])
             self.found._known[key] = made if len(made) != 1 else made[0]
         return self.found._known[key]
@@ -348,6 +351,13 @@ class _Walk:
 
     def _letter(self, node: fx.Node, refused: Refused) -> NotCertified:
         operands = ", ".join(f"{n.name}: {self.types.get(n)}" for n in node.all_input_nodes)
+        if said := self.interface.users_rule(self.interface.comes_of(node)):
+            return NotCertified(
+                f"a rule does not hold: {refused.seen}",
+                at=said,
+                seen=f"{operands}; {refused.expected}",
+                advice=f"another rule, or none; {VARIABLE}=off runs the program as it is",
+            )
         return NotCertified(
             f"the emitted program does not follow from its types at {node.name}: {refused.seen}",
             at=str(node.format_node() or node.name)[:200],

@@ -23,9 +23,10 @@ from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.schedule import Read
 from autopar.codegen.turn_programs import Ending, in_two, lowered_ending
 from autopar.collector import without_collections
-from autopar.graph.graph import Graph, info, type_of
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.kernels import backend
 from autopar.letters import NotServed
+from autopar.ops.declare import users_rule
 from autopar.passes import run_passes
 from autopar.runtime.collectives import convert
 from autopar.solver.plan import Plan
@@ -138,6 +139,7 @@ def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows:
     promised = getattr(torch, plan.precision[1]) if plan.precision else None
     reduced_in = {} if promised is None else {len(inputs) + i: promised for i in range(len(stored))}
     wholes = {name: shapes for made in programs for name, shapes in _whole_shapes(made)}
+    said = {n.name: users_rule(op_name(n)) for n in graph.nodes if info(n).kind == "op"}
     return Interface(
         dict(zip(plan.mesh.axes, plan.mesh.shape, strict=True)),
         primals,
@@ -147,6 +149,7 @@ def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows:
         lambda node: node.meta.get(BACK) or node.meta.get(OP, ""),
         wholes,
         InnerShapes(graph),
+        users_rule=lambda name: said.get(name, ""),
     )
 
 

@@ -17,6 +17,9 @@ from autopar.ops import (
     turns,
     views,
 )
+from autopar.ops.entry import FACTS, PROVEN
+
+PROVEN.update(FACTS)
 
 __all__ = [
     "attention",

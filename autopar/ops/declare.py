@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from autopar.letters import BadRule
-from autopar.ops.entry import FACTS, SPELLINGS, Facts, check_marks
+from autopar.ops.entry import FACTS, PROVEN, SPELLINGS, Facts, check_marks
 from autopar.ops.lookup import own_name
-from autopar.sharding.notation import parse
+from autopar.sharding.notation import parse, public_name
 
-WHOLE: set[str] = set()  # ops with a rule of a user's, by the names that graphs print
+# ops with a rule of a user's, by the names that graphs print: the call of `rule` and its line
+WHOLE: dict[str, str] = {}
 
 
 def rule(op: Any, text: str, linear: str = "") -> None:
@@ -23,7 +26,17 @@ def rule(op: Any, text: str, linear: str = "") -> None:
     name, said = _name(op), parse(text, linear)
     check_marks(name, said)
     FACTS.setdefault(name, Facts()).rule = said
-    WHOLE.add(name)
+    frame: Any = sys._getframe(1)
+    linearity = f", linear={linear!r}" if linear else ""
+    at = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    WHOLE[name] = f"autopar.rule({public_name(name)!r}, {text!r}{linearity})    {at}"
+
+
+def users_rule(name: str) -> str:
+    """The line that says an op's rule, where a user has said it and no test proves it; "" for a rule of autopar's."""
+    if name in WHOLE:
+        return WHOLE[name]
+    return f"the entry of {name}" if name in FACTS and name not in PROVEN else ""
 
 
 def _name(op: Any) -> str:

@@ -197,6 +197,7 @@ class Facts:
 
 OPS: dict[str, Op] = {}
 FACTS: dict[str, Facts] = {}
+PROVEN: set[str] = set()  # ops of autopar's own table, whose rules its tests prove
 SPELLINGS: dict[Callable[..., Any], tuple[Op, inspect.Signature]] = {}
 # by op that writes to arguments: its pure form, the arguments that it writes, and the flag under which it does
 WRITES: dict[str, tuple[Op, tuple[str, ...], str]] = {}
@@ -275,10 +276,15 @@ def describe(
 
 
 def _check_form(name: str, known: Facts) -> None:
-    """Raise where an entry serves a mark without a local form, or reduces inside without saying its all-reduces."""
+    """Raise where an entry serves a mark, and says no local form, or not what the form counts or reduces."""
     if known.form is None and set(known.serves) & {"~", "^"}:
         raise BadRule(
             f"{name} serves {known.serves} and has no local form", advice="form=, which computes it on a part"
+        )
+    if "~" in known.serves and not known.counts:
+        raise BadRule(
+            f"{name} is cut behind a mask (~), and its entry does not say along what its local form counts positions",
+            advice='counts="v", the pattern of the factors that are cut in one range alone and not by blocks',
         )
     if "^" in known.serves and known.exchanges == (0, 0):
         raise BadRule(

@@ -34,7 +34,7 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.letters import BadRule
 
@@ -196,6 +196,11 @@ class Binding:
             if factor not in joined:
                 yield from (Cut(together, b, True) for b in sorted((blocks or {}).get(factor, ())))
 
+    def without(self, places: Collection[int]) -> Binding:
+        """The binding without the operands at these places, which take part in no joint linearity."""
+        rows = tuple(None if i in places else row for i, row in enumerate(self.operands))
+        return replace(self, operands=rows, groups=tuple(g for g in self.groups if g.isdisjoint(places)))
+
     def blocks_of(self, dim: Dim, factor: str) -> Shape:
         """The blocks by which a product of factors is cut where one of them is cut; none for the major one."""
         sizes = [self.sizes[f] for f in dim.factors]
@@ -257,6 +262,14 @@ def parse(text: str, linear: str = "") -> Rule:
         masked,
         frozenset(made),
     )
+
+
+def public_name(op: str) -> str:
+    """The name by which `autopar.rule` knows an op: `mylib::scan` for `ops.mylib.scan.default`."""
+    parts = op.split(".")
+    if len(parts) < 3 or parts[0] != "ops":
+        return op
+    return f"{parts[1]}::{'.'.join(parts[2:])}".removesuffix(".default")
 
 
 def _operand(

@@ -105,7 +105,7 @@ class Plan:
     without_rule: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     defaults: tuple[tuple[str, str], ...] = ()  # arguments left at their defaults, with what they meant
-    warnings: tuple[str, ...] = ()  # where a preset or constraints are not kept to
+    warnings: tuple[str, ...] = ()  # where constraints are not kept to, and rules of users that could not be tried
     memory: Mapping[str, int] = field(default_factory=dict, repr=False)  # bytes a device at the peak, by kind
     peak_at: str = ""  # where in the step the peak stands
     budget: float = math.inf  # bytes a device; infinite where none was asked for

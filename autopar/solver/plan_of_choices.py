@@ -64,6 +64,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         passing=point.passing,
         needed=_needed(space, point) if point.recomputed else {},
         unaligned={} if space.unaligned is None else space.unaligned({s.name: s.choices[i] for s, i in chosen}),
+        warnings=space.warnings,
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
     )
 

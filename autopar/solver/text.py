@@ -15,6 +15,7 @@ from autopar.letters import BadPlan
 from autopar.sharding.certainty import resolution
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.notation import public_name
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice
 from autopar.solver.decision import Conversion
@@ -193,14 +194,6 @@ def why_recomputed(plan: Plan, value: str) -> str:
         return "recomputed in backward"
     nbytes, seconds = plan.needed[value]
     return f"recomputed in backward: {microseconds(seconds)} us for {size(nbytes)}"
-
-
-def public_name(op: str) -> str:
-    """The name by which `autopar.rule` knows an op: `mylib::scan` for `ops.mylib.scan.default`."""
-    parts = op.split(".")
-    if len(parts) < 3 or parts[0] != "ops":
-        return op
-    return f"{parts[1]}::{'.'.join(parts[2:])}".removesuffix(".default")
 
 
 # -- the parts of the table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,12 @@ import torch.fx as fx
 
 from autopar.graph.blocks import calls
 from autopar.graph.graph import Graph, info, op_name, type_of, typed
-from autopar.graph.nodes import is_value
+from autopar.graph.nodes import WrittenCall, is_value
 from autopar.letters import BadRule, NoRule
+from autopar.ops.declare import users_rule
 from autopar.ops.entry import rule_of
 from autopar.sharding.notation import Binding
+from autopar.space.user_rules import untried
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +25,7 @@ class Bindings:
     kinds: Mapping[fx.Node, int]
     rules: Mapping[fx.Node, Binding | None]  # None: the op has no rule
     tensors: Mapping[fx.Node, tuple[fx.Node, ...]]  # operands to which the rule gives dims, in order
+    believed: Mapping[str, str]  # by op with a rule of a user's that could not be tried, or not all of it: why
 
     @staticmethod
     def of(graph: Graph, strict: bool) -> Bindings:
@@ -31,13 +34,21 @@ class Bindings:
         rules: dict[fx.Node, Binding | None] = {}
         tensors: dict[fx.Node, tuple[fx.Node, ...]] = {}
         known: dict[int, tuple[Binding | None, list[int]]] = {}
+        believed: dict[str, str] = {}
         for node, kind in kinds.items():
             given = node.target.operands(node.kwargs)
             if kind not in known:
                 known[kind] = _bind(node, given, strict), [i for i, n in enumerate(given) if is_value(n)]
+                if users_rule(op_name(node)) and (why := _untried(node, given, known[kind][0])):
+                    believed[op_name(node)] = why
             rules[node], places = known[kind]
             tensors[node] = tuple([given[i] for i in places])
-        return Bindings(kinds, rules, tensors)
+        return Bindings(kinds, rules, tensors, believed)
+
+    def warnings(self) -> Iterator[str]:
+        """A line about each rule that is believed though it could not be tried."""
+        for op, why in self.believed.items():
+            yield f"{users_rule(op)} is believed where it could not be tried: {why}"
 
 
 def without_numbers(binding: Binding, given: Sequence[Any]) -> Binding:
@@ -45,9 +56,7 @@ def without_numbers(binding: Binding, given: Sequence[Any]) -> Binding:
 
     A number is R on every device: it takes part in no joint linearity, and needs no flow.
     """
-    numbers = {i for i, n in enumerate(given) if n is not None and not is_value(n)}
-    rows = tuple(None if i in numbers else row for i, row in enumerate(binding.operands))
-    return replace(binding, operands=rows, groups=tuple(g for g in binding.groups if not g & numbers))
+    return binding.without({i for i, n in enumerate(given) if n is not None and not is_value(n)})
 
 
 def _bind(node: fx.Node, given: Sequence[Any], strict: bool) -> Binding | None:
@@ -69,6 +78,19 @@ def _bind(node: fx.Node, given: Sequence[Any], strict: bool) -> Binding | None:
         raise BadRule(f"{name}: {e.what}", at=about.source, seen=e.seen) from e
     # a sum of truth values is an or, and whole numbers wrap: no parts of sums
     return binding if all("float" in t.dtype for t in about.outputs) else replace(binding, groups=())
+
+
+def _untried(node: fx.Node, given: Sequence[Any], binding: Binding | None) -> str:
+    """Try a user's rule on calls like this one; text about what could not be tried, or a letter where it is false."""
+    if binding is None:
+        return ""
+    arguments, about = typed(node.kwargs), info(node)
+    operands = tuple(type_of(n) for n in given if is_value(n))
+    call = WrittenCall(node.target, arguments, repr(arguments), operands, about.outputs)
+    kinds = tuple("absent" if n is None else "tensor" if is_value(n) else "number" for n in given)
+    rule = rule_of(op_name(node), {**arguments, "outputs": about.outputs})
+    assert rule is not None
+    return untried(call, kinds, rule, binding, about.source)
 
 
 def _shape(argument: Any) -> tuple[int, ...] | None:

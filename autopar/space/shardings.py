@@ -86,6 +86,7 @@ def shardings(
         windows,
         told,
         told.unaligned,
+        tuple(bindings.warnings()),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Draw:
     scale: float = 0.0
     floats: tuple[float, ...] = ()
     whole: tuple[int, ...] = (0, 1)
+    one: float | None = None  # a number that the last element is
 
     def tensor(self, type_: TensorType, own: Sequence[float], random: torch.Generator, keeps_dtype: bool) -> Tensor:
         """A random tensor of this type, floats in double precision unless it keeps its dtype.
@@ -31,6 +32,8 @@ class Draw:
         dtype, shape = type_.torch_dtype if keeps_dtype else torch.float64, type_.shape
         if "float" in type_.dtype and self.scale:
             numbers = torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * self.scale
+            if self.one is not None and numbers.numel():
+                numbers.view(-1)[-1] = self.one
             return numbers.to(dtype).requires_grad_(type_.requires_grad)
         pool = [*self.floats, *own]
         if "float" not in type_.dtype:
@@ -70,24 +73,28 @@ def small_sizes(sizes: Sequence[int]) -> dict[int, int]:
 
 
 def shrunk(call: WrittenCall, sizes: Mapping[int, int]) -> WrittenCall:
-    """The call on tensors of other sizes, which numbers above six among its arguments follow; outputs are unknown."""
+    """The call with other sizes, which numbers above six among its arguments follow; outputs are unknown."""
+    return resized(call, [tuple(sizes.get(n, n) for n in t.shape) for t in call.operands], sizes)
+
+
+def resized(call: WrittenCall, shapes: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> WrittenCall:
+    """The call on operands of these shapes; numbers above six among its arguments that are sizes follow."""
     arguments = call.arguments
     if call.op.signature is not None:  # tensors are handed out in the order of the signature, as operands are
         arguments = {n: arguments[n] for n in call.op.signature.parameters if n in arguments}
-    small = _with_sizes(arguments, sizes)
-    operands = tuple(_with_sizes(t, sizes) for t in call.operands)
-    return WrittenCall(call.op, small, repr(small), operands, ())
+    operands = [replace(t, shape=tuple(shape)) for t, shape in zip(call.operands, shapes, strict=True)]
+    waiting = iter(operands)
 
+    def with_sizes(value: Any) -> Any:
+        if isinstance(value, TensorType):
+            return next(waiting)
+        if isinstance(value, (tuple, list)):
+            return type(value)(with_sizes(v) for v in value)
+        is_large = isinstance(value, int) and not isinstance(value, bool) and value > 6
+        return sizes.get(value, value) if is_large else value
 
-def _with_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
-    if isinstance(value, TensorType):
-        return TensorType(tuple(sizes.get(n, n) for n in value.shape), value.dtype, value.requires_grad)
-    if isinstance(value, dict):
-        return {k: _with_sizes(v, sizes) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_sizes(v, sizes) for v in value)
-    is_large = isinstance(value, int) and not isinstance(value, bool) and value > 6
-    return sizes.get(value, value) if is_large else value
+    small = {k: with_sizes(v) for k, v in arguments.items()}
+    return WrittenCall(call.op, small, repr(small), tuple(operands), ())
 
 
 def drawn(call: WrittenCall, draw: Draw, keeps_dtype: bool = False) -> tuple[Tensor, ...]:

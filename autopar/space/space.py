@@ -171,6 +171,7 @@ class Space:
     told: Callable[[str, Choice], list[str]] | None = None
     # of products under their choices, the seconds that they take more because their rows are not aligned
     unaligned: Callable[[Mapping[str, Choice]], dict[str, float]] | None = None
+    warnings: tuple[str, ...] = ()  # rules of users that could not be tried
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

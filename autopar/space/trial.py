@@ -99,6 +99,14 @@ class CannotRun(RuntimeError):
     """An op that does not take its operands' parts; no rule is refuted by it."""
 
 
+class OtherShapes(CannotRun):
+    """Results on a part that have not the shapes of the outputs' parts."""
+
+    def __init__(self, found: Sequence[Shape], expected: Sequence[Shape]) -> None:
+        super().__init__(f"a part gives {list(found)} for {list(expected)}")
+        self.found, self.expected = found, expected
+
+
 class Devices:
     """Some devices that run a call on parts of its operands, and what the call computes on the whole ones."""
 
@@ -111,7 +119,7 @@ class Devices:
         with torch.enable_grad():
             self.expected = tupled(trial.run(self.whole))
         # kernels do not all check the shapes of their operands, which is asked on meta tensors where it runs there
-        self.asks_first = not trial.communicates and _takes(trial, [[w] for w in self.whole], self._whole())
+        self.asks_first = not trial.communicates and self._runs_on_meta()
         self.trained = [i for i, t in enumerate(self.whole) if t.requires_grad]
         self.flows_back = bool(self.trained) and any(e.requires_grad for e in self.expected)
         self.cotangents = [self._cotangent(e) for e in self.expected]
@@ -133,12 +141,19 @@ class Devices:
 
         Raises `CannotRun` where the op takes no such parts.
         """
-        run = self.forward(tuple(f.value for f in strategy.operands), tuple(f.value for f in strategy.outputs))
+        try:
+            run = self.forward(tuple(f.value for f in strategy.operands), tuple(f.value for f in strategy.outputs))
+        except OtherShapes as e:
+            j = next(j for j, (mine, due) in enumerate(zip(e.found, e.expected, strict=True)) if mine != due)
+            return Fault(f"output {j}", float("inf"), (e.found[j], tuple(self.expected[j].shape)))
         for j, (expected, flow) in enumerate(zip(self.expected, strategy.outputs, strict=True)):
             held = [r[j].detach() for r in run.results]
             if fault := self._compared(f"output {j}", held, flow.value, expected.detach()):
                 return fault
-        gradients = self.backward(run, tuple(f.gradient for f in strategy.outputs)) if self.flows_back else None
+        try:
+            gradients = self.backward(run, tuple(f.gradient for f in strategy.outputs)) if self.flows_back else None
+        except Exception as e:
+            raise CannotRun(f"in backward {type(e).__name__}: {e}") from e
         for k, position in enumerate(self.trained if gradients else ()):
             placement = strategy.operands[position].gradient
             held = [local[k] for local in gradients or ()]
@@ -158,8 +173,10 @@ class Devices:
         """Run on the parts; outputs are expected under placements `outs`, whose shapes the call may name."""
         held = [self.spread(t.detach(), p) for t, p in zip(self.whole, placements, strict=True)]
         heres = [self._here(placements, outs, i) for i in range(self.n)]
-        if self.asks_first and not _takes(self.trial, held, heres[0]):
-            raise CannotRun("its shapes do not go together")
+        if self.asks_first:
+            shapes = _on_meta(self.trial, held, heres[0])
+            if shapes is not None and shapes != list(heres[0].shapes):
+                raise OtherShapes(shapes, heres[0].shapes)
         local = [[h[i].clone().requires_grad_(k in self.trained) for k, h in enumerate(held)] for i in range(self.n)]
 
         def of(device: int) -> tuple[Tensor, ...]:
@@ -168,7 +185,7 @@ class Devices:
 
         try:
             results, sent = self._on_all(of)
-        except REFUSALS as e:
+        except Exception as e:
             raise CannotRun(f"{type(e).__name__}: {e}") from e
         self.messages = (sent, 0)
         return Run(placements, outs, local, results)
@@ -194,10 +211,14 @@ class Devices:
         shapes = tuple(part_shape(tuple(e.shape), o, self.n, device) for e, o in ends)
         return Part(self.n, device, placements, outs, shapes)
 
-    def _whole(self) -> Part:
-        """The one device of an axis that cuts nothing."""
+    def _runs_on_meta(self) -> bool:
+        """Whether the whole op runs on meta tensors, with the shapes of its results."""
         shapes = tuple(tuple(e.shape) for e in self.expected)
-        return Part(1, 0, (R,) * len(self.whole), (R,) * len(shapes), shapes)
+        here = Part(1, 0, (R,) * len(self.whole), (R,) * len(shapes), shapes)
+        try:
+            return _on_meta(self.trial, [[w] for w in self.whole], here) == list(shapes)
+        except CannotRun:
+            return False
 
     def _on_all(self, of: Callable[[int], Any]) -> tuple[list[Any], int]:
         """What each device makes, and the number of messages that it sends meanwhile."""
@@ -208,17 +229,19 @@ class Devices:
         return made, rehearsal.messages.total()
 
 
-def _takes(trial: Trial, held: Sequence[Sequence[Tensor]], here: Part) -> bool:
-    """Whether an op takes parts of these shapes and gives parts of those, asked on meta tensors."""
-    meta = [h[0].to("meta") for h in held]
+def _on_meta(trial: Trial, held: Sequence[Sequence[Tensor]], here: Part) -> list[Shape] | None:
+    """Shapes of the results on parts of these shapes, asked on meta tensors; None where the op does not run on them.
+
+    Raises `CannotRun` where it does not take such parts.
+    """
     try:
         with torch.no_grad():
-            results = trial.run_on_part(meta, here)
+            results = trial.run_on_part([h[0].to("meta") for h in held], here)
     except NotImplementedError:
-        return True  # it does not run on meta tensors: its kernel has to check
-    except REFUSALS:
-        return False
-    return [tuple(r.shape) for r in results] == list(here.shapes)
+        return None
+    except REFUSALS as e:
+        raise CannotRun(f"its shapes do not go together: {e}") from e
+    return [tuple(r.shape) for r in results]
 
 
 def pulled_back(

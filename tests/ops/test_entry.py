@@ -68,6 +68,7 @@ ENTRY = dict(
     linear="y",
     serves="~",
     form=rows_of_part,
+    counts="v",
     keeps="input",
     makes=dict(cpu="7*points", cuda="7*points"),
     flops=(3, "v"),

@@ -86,7 +86,10 @@ def test_a_form_without_one_of_its_messages_is_caught(op, left_out, monkeypatch)
             prove(op, arguments, strategy, 2)
 
 
-@pytest.mark.parametrize("serves, how, said", [("^", dict(form=print), "all-reduce"), ("~", {}, "no local form")])
+@pytest.mark.parametrize(
+    "serves, how, said",
+    [("^", dict(form=print), "all-reduce"), ("~", {}, "no local form"), ("~", dict(form=print), "counts positions")],
+)
 def test_an_entry_without_its_form_or_what_it_sends_is_an_error(serves, how, said):
     """Its communication would be free in every plan."""
     with pytest.raises(BadRule, match=said):
@@ -203,4 +206,4 @@ def test_a_users_rule_keeps_a_composite_whole():
         assert "kron" in ops()
     finally:
         del FACTS["kron"]
-        WHOLE.discard("kron")
+        WHOLE.pop("kron", None)
