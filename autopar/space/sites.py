@@ -13,7 +13,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of, typed
-from autopar.graph.nodes import wants_gradient
+from autopar.graph.nodes import WrittenCall, wants_gradient
 from autopar.once import Once
 from autopar.ops.entry import facts_of
 from autopar.sharding.certainty import MEASURED
@@ -35,6 +35,7 @@ from autopar.space.parameter_values import ParameterValues
 from autopar.space.setting import Setting
 from autopar.space.shared import Shared
 from autopar.space.space import Site
+from autopar.space.user_rules import takes_sums
 from autopar.space.wiring import SiteKey
 
 
@@ -189,6 +190,7 @@ class SiteBuilder:
         about, name, binding = info(node), op_name(node), self.bindings.rules[node]
         types = tuple(type_of(n) for n in self.bindings.tensors[node])
         gives = [t.requires_grad for t in about.outputs]
+        is_users = name.startswith(("ops.", "function "))  # nobody's but the user's
         if binding:
             wants = list(map(wants_gradient, node.target.operands(node.kwargs)))
             legal = strategies_on_one_axis(binding, wants, gives, blocks)
@@ -196,7 +198,12 @@ class SiteBuilder:
                 legal = tuple(s for s in legal if all(f.gradient == R for f in s.outputs))
             choices = self._cross(legal, binding.sizes)
         else:  # nobody has proven anything of it: every device computes the whole
-            choices = self._cross(replicated(len(types), [t.requires_grad for t in types], gives), {})
+            legal = replicated(len(types), [t.requires_grad for t in types], gives)
+            if is_users and not name.startswith("ops.aten."):  # torch's own derivatives are linear
+                arguments = typed(node.kwargs)
+                call = WrittenCall(node.target, arguments, repr(arguments), types, about.outputs)
+                legal = tuple(s for s in legal if s.is_unused or takes_sums(call, s))
+            choices = self._cross(legal, {})
         chosen = Chosen(node, binding, choices, self.bindings.tensors[node])
         compute = self.seconds.compute(chosen)
         if about.chunks > 1:
@@ -205,7 +212,6 @@ class SiteBuilder:
         if compute:
             seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen) * about.chunks) * self.setting.passes
         has_rule = binding is not None or not types
-        is_users = name.startswith(("ops.", "function "))  # nobody's but the user's
         line = ""
         if not has_rule and about.random < 0 and is_users:
             line = suspected(node.target, typed(node.kwargs), types, about.outputs)

@@ -30,11 +30,11 @@ from autopar.ops.declare import users_rule
 from autopar.ops.entry import SHAPE, SIZES, Op, exchanges_of, facts_of
 from autopar.ops.local import OpCall, on_device
 from autopar.runtime.private import function_of
-from autopar.sharding.notation import NAMES, Binding, Cut, Rule, public_name
+from autopar.sharding.notation import NAMES, Binding, Cut, Rule, parse, public_name
 from autopar.sharding.placement import every_part_holds_something
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
 from autopar.space.inside import looked_inside
-from autopar.space.small_calls import DRAWS, Draw, drawn, filled, resized
+from autopar.space.small_calls import DRAWS, Draw, drawn, filled, resized, shrunk, small_sizes
 from autopar.space.trial import DEVICES, CannotRun, Devices, Fault, Part, Trial, tupled
 
 # as those of discovery, without numbers that are nearly too large: a function of their sum is one of its rounding
@@ -45,6 +45,7 @@ _DRAWS = (
 )
 _MOST_ELEMENTS, _MANY = 1 << 17, 1 << 14  # of a call that is tried; of one that is tried in two draws only
 _ONE_AT_A_TIME = threading.RLock()
+_NO_RULE = parse(" -> ")
 _LARGE_OR_TINY = 1e-3  # relative tolerance for numbers of the size of 1e4 and 1e-3, which functions amplify
 
 
@@ -107,6 +108,39 @@ def untried(call: WrittenCall, places: Sequence[str], rule: Rule, binding: Bindi
     left = sorted(wanted - shown)
     missing = [f"cut along {_named(factors)}: {why.get(factors, 'no small call can be cut so')}" for factors in left]
     return "; ".join([*missing, *(why[key] for key in (("backward",),) if key in why)])
+
+
+def takes_sums(call: WrittenCall, strategy: Strategy) -> bool:
+    """Whether an op without a rule ran right under a strategy that hands gradients on as sums of parts.
+
+    A backward of a user's own need not be linear: one that clips its gradient wants the sum. What cannot be tried is
+    False: nobody has said anything of the op.
+    """
+    shapes = [n for t in call.operands for n in t.shape]
+    for sizes in (small_sizes(shapes), {}):
+        small = shrunk(call, sizes)
+        for keeps_dtype in (False, True):
+            made = _Small(small, (), _NO_RULE, keeps_dtype)
+            if made.elements <= _MOST_ELEMENTS and (ran := _ran(made, strategy)) is not None:
+                return ran
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _ran(small: _Small, strategy: Strategy) -> bool | None:
+    """Whether a small call ran right under a strategy in two draws; None where it does not run."""
+    state = torch.get_rng_state()
+    try:
+        for draw in (_DRAWS[0], _DRAWS[2]):
+            operands = drawn(small.call, draw, small.keeps_dtype)
+            tolerance, hidden = looked_inside(lambda: _results(small, operands), is_python(small.call.op))
+            if hidden or Devices(_trial(small, operands, max(tolerance, _LARGE_OR_TINY)), 2).fault(strategy):
+                return False
+    except Exception:
+        return None
+    finally:
+        torch.set_rng_state(state)
+    return True
 
 
 def _letter(name: str, rule: Rule, refuted: tuple[Strategy, int, Fault, tuple[str, ...]], source: str) -> BadRule:

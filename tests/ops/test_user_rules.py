@@ -17,6 +17,8 @@ from autopar.ops.entry import FACTS, OPS, SPELLINGS, op
 from autopar.runtime import forms
 from autopar.space import bindings, user_rules
 from autopar.space.bindings import Bindings
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.tracer import ColoTracer
 
 SPACE = "autopar_user_rules"
@@ -327,6 +329,14 @@ def test_a_certificate_that_refuses_a_rule_names_it(inside, monkeypatch):
     with pytest.raises(NotCertified, match="a rule does not hold") as letter:
         lower(graph, plan, (0,))
     assert "autopar.rule(" in letter.value.at and "error of autopar" not in str(letter.value)
+
+
+@pytest.mark.parametrize("name, sums", [("clipped_back", False), ("running", True), ("only_on_a_gpu", False)])
+def test_an_op_without_a_rule_hands_on_sums_of_gradients_where_its_backward_is_linear(name, sums):
+    """It is computed whole; a backward of a user's own may clip the gradient that it gets."""
+    space = shardings(traced(name), Setting(autopar.DeviceMesh((2,)), autopar.Cluster.of("generic")))
+    (site,) = (site for site in space.sites if name in site.op)
+    assert ("P(sum)" in " ".join(map(repr, site.choices))) == sums
 
 
 # -- ops with a local form
