@@ -97,9 +97,9 @@ def resized(call: WrittenCall, shapes: Sequence[Sequence[int]], sizes: Mapping[i
     return WrittenCall(call.op, small, repr(small), tuple(operands), ())
 
 
-def drawn(call: WrittenCall, draw: Draw, keeps_dtype: bool = False) -> tuple[Tensor, ...]:
-    """Random operands of a call; the same in every process."""
-    random, own = torch.Generator().manual_seed(0), constants_of(call.op)
+def drawn(call: WrittenCall, draw: Draw, keeps_dtype: bool = False, with_constants: bool = True) -> tuple[Tensor, ...]:
+    """Random operands of a call, the same in every process; constants of the op's own code are among the numbers."""
+    random, own = torch.Generator().manual_seed(0), constants_of(call.op) if with_constants else ()
     return tuple(draw.tensor(t, own, random, keeps_dtype) for t in call.operands)
 
 

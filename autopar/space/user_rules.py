@@ -10,6 +10,7 @@ A rule of autopar's own table is not tried here: its tests prove it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -324,17 +325,23 @@ def is_python(op: Op) -> bool:
 
 
 def _operands(small: _Small, draw: Draw) -> tuple[tuple[Tensor, ...], str]:
-    """Random operands; without gradients, and why, where the op runs and its backward does not."""
-    operands = drawn(small.call, draw, small.keeps_dtype)
-    try:
-        Devices(_trial(small, operands, 0.0), 1)
-    except Exception as e:
+    """Random operands; without gradients, and why, where the op runs and its backward does not.
+
+    Constants of the op's own code are left out where they are no indices of its operands.
+    """
+    for with_constants in (True, False):
+        operands = drawn(small.call, draw, small.keeps_dtype, with_constants)
+        try:
+            Devices(_trial(small, operands, 0.0), 1)
+            return operands, ""
+        except Exception as e:
+            why = e
         plain = tuple(t.detach() for t in operands)
-        if not any(t.requires_grad for t in operands):
-            raise
-        _results(small, plain)
-        return plain, _first_line(e)
-    return operands, ""
+        if any(t.requires_grad for t in operands):
+            with contextlib.suppress(Exception):
+                _results(small, plain)
+                return plain, _first_line(why)
+    raise why
 
 
 def _results(small: _Small, operands: Sequence[Tensor]) -> Any:

@@ -294,6 +294,13 @@ def test_a_rule_of_an_op_of_the_table_is_tried_too():
         bound("softmax", lambda h: h.softmax(-1))
 
 
+@pytest.mark.parametrize("line", ["b n, v~ d -> b n d", "b n, v! d -> b n d"])
+def test_indices_of_the_table_are_tried_in_range(line):
+    """The code of `F.embedding` has numbers that are no rows of a small table."""
+    autopar.rule("embedding", line, "y")
+    assert not bound("", lambda h: F.embedding(torch.arange(24).view(8, 3) % 12, h[0])).believed
+
+
 def test_a_verdict_is_kept_for_batches_of_other_sizes(monkeypatch):
     autopar.rule(f"{SPACE}::running", "b s! d -> b s! d", "x")
     bound("running")
