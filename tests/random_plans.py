@@ -5,14 +5,15 @@ They are right too, or a plan could change more than speed and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import nn
 
 from autopar import DeviceMesh
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, type_of
+from autopar.sharding.placement import Sharding
 from autopar.solver import Plan, solve
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
@@ -33,10 +34,28 @@ def random_plan_of(graph: Graph, mesh: DeviceMesh, rng: np.random.Generator) -> 
     return cheapest_at_random(shardings(graph, setting), rng)
 
 
-def with_random_states(plan: Plan, rng: np.random.Generator) -> Plan:
+class NoneUneven(Exception):
+    """Raised where random plans of a graph cut no parameter unevenly."""
+
+
+def uneven_plan_of(graph: Graph, mesh: DeviceMesh, rng: np.random.Generator) -> Plan:
+    """A random plan under which devices hold unequal parts of a parameter, and backward recomputes some values."""
+    for _ in range(20):
+        plan = random_plan_of(graph, mesh, rng)
+        if any(_is_uneven(plan.parameters[n], type_of(node).shape, mesh) for n, node in graph.parameters.items()):
+            return with_random_states(plan, rng, (0.2, 0.5, 1.0))
+    raise NoneUneven("twenty random plans cut no parameter unevenly")
+
+
+def _is_uneven(sharding: Sharding, shape: Sequence[int], mesh: DeviceMesh) -> bool:
+    cuts = zip(sharding.placements, mesh.shape, strict=True)
+    return any(p.is_shard and not p.blocks and shape[p.dim] % n for p, n in cuts)
+
+
+def with_random_states(plan: Plan, rng: np.random.Generator, shares: Sequence[float] = (0.0, 0.2, 0.5, 1.0)) -> Plan:
     """The plan where backward recomputes some of its values, all or none of them; now and then some in passing."""
     ops = [name for name, d in plan.decisions.items() if d.kind == "op"]
-    share = rng.choice([0.0, 0.2, 0.5, 1.0])
+    share = rng.choice(shares)
     recomputed = frozenset(v for v in [*ops, *(c.name for c in plan.conversions)] if rng.random() < share)
     if not recomputed or rng.random() < 0.5:
         return replace(plan, recomputed=recomputed)

@@ -39,7 +39,12 @@ class Joint:
     @property
     def collectives(self) -> tuple[str, ...]:
         """Text of all collectives in order, on which ranks must agree; sizes of uneven parts are left out."""
-        return tuple(_described(n) for g in (self.forward, self.backward) for n in g.nodes if n.target in COLLECTIVES)
+        return _described_in(self.forward, self.backward)
+
+    @property
+    def collectives_of_waiting(self) -> tuple[str, ...]:
+        """The same of the halves that run while micro-batches accumulate; empty where no gradient waits."""
+        return _described_in(self.hold, self.settle) if self.waits else ()
 
 
 def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Recomputed = NOTHING) -> Joint:
@@ -198,6 +203,10 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
             node.args = (node.args[0], given[name], *node.args[2:])
     module = fx.GraphModule({n.target: axes[name] for name, n in given.items()}, bound)
     return module
+
+
+def _described_in(*graphs: fx.Graph) -> tuple[str, ...]:
+    return tuple(_described(n) for graph in graphs for n in graph.nodes if n.target in COLLECTIVES)
 
 
 def _described(node: fx.Node) -> str:

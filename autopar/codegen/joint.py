@@ -10,9 +10,12 @@ Nothing here knows the rank's process groups: a collective names its mesh axis, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch.fx as fx
 
 from autopar.codegen import joint_graph, joint_passes, schedule
 from autopar.codegen.chunks import mark_region
@@ -95,11 +98,35 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     joint.whole = {primal: read.nbytes for primal, read in at.items()}
     joint.alone = {primal for primal, read in at.items() if read.is_alone}
     joint.reduced_at_once = {primal for name, primal in primals.items() if name in states.scattered}
+    joint.ways = {primal: _way_from(program.fx, place) for place, primal in enumerate(joint.primals)}
     run_passes("joint graph", joint_passes.PASSES, joint, joint_graph.verify, JointGraph.text)
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
     halves = split(joint, regathered, states.recomputed)
     _schedule(halves, {primal.name: read for primal, read in at.items()}, states.recomputed, regrouped(program))
     return halves
+
+
+def _way_from(graph: fx.Graph, place: int) -> frozenset[str]:
+    """Names of the conversions, casts and views through which all readers of a placeholder get it.
+
+    They are read off the local program, which has the same nodes on every rank. The traced graph has not: of one row,
+    torch leaves out sums that other ranks need.
+    """
+    node, found = graph.find_nodes(op="placeholder")[place], set[str]()
+    while len(node.users) == 1:
+        before, (node,) = node, node.users
+        is_form = node.op == "call_function" and (
+            info(node).kind == "conversion"
+            or (info(node).kind == "op" and facts_of(op_name(node)).same and _rows(node) == _rows(before))
+        )
+        if not is_form:
+            break
+        found.add(node.name)
+    return frozenset(found)
+
+
+def _rows(node: fx.Node) -> int:
+    return math.prod(info(node).outputs[0].shape)
 
 
 def regrouped(program: LocalProgram) -> frozenset[str]:

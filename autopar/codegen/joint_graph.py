@@ -30,6 +30,8 @@ class JointGraph:
     inputs: int  # number of primals that are inputs; their gradients go to the caller only
     whole: dict[fx.Node, int] = field(default_factory=dict)  # of each parameter the bytes of all its parts
     alone: set[fx.Node] = field(default_factory=set)  # parameters whose gradients share no bucket
+    # of each parameter the conversions and views through which all its readers get it, by their names
+    ways: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     reduced_at_once: set[fx.Node] = field(default_factory=set)  # parameters whose gradients never wait
     held: list[fx.Node | None] = field(
         default_factory=list

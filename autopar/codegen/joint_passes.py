@@ -133,14 +133,14 @@ def join_sums_of_numbers(joint: JointGraph) -> None:
     before    a = all_reduce(s, "dp");  b = all_reduce(n, "dp");  c = div(a, b)
     after     t = all_reduce_bucket([s, n], "dp");  c = div(t[0], t[1])
     """
-    alone = {node for gradient in joint.gradients for node in _steps_of(gradient)}
+    alone = {node for i, gradient in zip(joint.wanted, joint.gradients) for node in _steps_of(joint, i, gradient)}
     alone |= {buffer_of(output) for output in joint.outputs}  # a caller may write to an output in place
     groups: dict[Any, list[list[list[fx.Node]]]] = {}  # by axes and dtype: chains that share messages
     backward = set(joint.tangents)  # and what depends on them: it shares no message with forward
     for node in joint.graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
-        goes_on = any(user.target is STEPS["all_reduce"] for user in node.users)
+        goes_on = any(user.target is STEPS["all_reduce"] and _goes_on_in(node, user) for user in node.users)
         is_end = node.target is STEPS["all_reduce"] and not goes_on
         if is_end and node not in alone and not node.meta["val"].dim():
             way = _way_to(node)
@@ -167,26 +167,22 @@ def mark_what_waits(joint: JointGraph) -> None:
     held: list[fx.Node | None] = []
     for i, gradient in zip(joint.wanted, joint.gradients, strict=True):
         cut = gradient if i >= joint.inputs else None
-        for node in _steps_of(cut) if joint.primals[i] not in joint.reduced_at_once else ():
+        for node in _steps_of(joint, i, cut) if joint.primals[i] not in joint.reduced_at_once else ():
             cut = node.args[0] if node.target in _REDUCTIONS else cut
         held.append(cut)
     joint.held = held
     joint.write_output()
 
 
-def _steps_of(gradient: fx.Node | None) -> Iterator[fx.Node]:
-    """The chain of linear steps that leads to a gradient and that nothing else reads, the last step first."""
-    while gradient is not None and _settles(gradient):
+def _steps_of(joint: JointGraph, primal: int, gradient: fx.Node | None) -> Iterator[fx.Node]:
+    """The chain of steps, casts and views that leads to the gradient of a primal, the last step first.
+
+    They are the backward of what stands between the primal and all its readers, on every rank the same reductions.
+    """
+    way = joint.ways.get(joint.primals[primal], frozenset())
+    while gradient is not None and gradient.meta.get(BACK) in way and hands_on(gradient):
         yield gradient
         gradient = gradient.args[0]
-
-
-def _settles(node: fx.Node) -> bool:
-    """Whether the node is a linear step of one gradient, whose operand nothing else reads."""
-    if not hands_on(node):
-        return False
-    operand = node.args[0]
-    return isinstance(operand, fx.Node) and len(operand.users) == 1
 
 
 _REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
@@ -248,18 +244,27 @@ def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
     """
     steps = [gradient]
     while steps[0].target not in _REDUCTIONS:
-        if not _settles(steps[0]) or steps[0].args[0].meta.get(BACK) != gradient.meta.get(BACK):
+        if not hands_on(steps[0]) or steps[0].args[0].meta.get(BACK) != gradient.meta.get(BACK):
             return []
         steps.insert(0, steps[0].args[0])
     return steps
 
 
 def _way_to(end: fx.Node) -> list[fx.Node]:
-    """The chain of reductions over several axes that ends at this one, in order."""
+    """The chain of reductions over several axes that ends at this one, in order: those of one conversion.
+
+    What stands between two conversions may be left out on some ranks, so that their reductions may only seem to meet.
+    """
     way = [end]
-    while way[0].args[0].target in _REDUCTIONS and len(way[0].args[0].users) == 1:
+    while _goes_on_in(way[0].args[0], way[0]) and len(way[0].args[0].users) == 1:
         way.insert(0, way[0].args[0])
     return way
+
+
+def _goes_on_in(node: fx.Node, step: fx.Node) -> bool:
+    """Whether the node is a reduction of which `step` is the next, in the same conversion."""
+    marks = [(n.meta.get(BACK), n.meta.get(OP)) for n in (node, step)]
+    return node.target in _REDUCTIONS and marks[0] == marks[1]
 
 
 def _ways_alike(way: Sequence[fx.Node]) -> tuple[Any, ...]:
@@ -279,6 +284,8 @@ def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: f
             given = (parts, nodes[0].args[1], *numbers)
             last = together = graph.call_function(STEPS[f"{target.__name__}_bucket"], given)
         together.meta["val"], parts = [n.meta["val"] for n in nodes], []
+        if BACK in nodes[-1].meta:
+            together.meta[BACK] = nodes[-1].meta[BACK]  # by which what is recomputed for it finds its place
         for i, node in enumerate(nodes):
             with graph.inserting_after(last):
                 last = graph.call_function(operator.getitem, (together, i))

@@ -46,8 +46,9 @@ class Lowered:
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Text of every collective in order, those of the ending last."""
-        return self.joint.collectives + (self.ending.joint.collectives if self.ending else ())
+        """Text of every collective in order: of a step, of micro-batches that accumulate, and of the ending."""
+        ending = self.ending.joint.collectives if self.ending else ()
+        return self.joint.collectives + self.joint.collectives_of_waiting + ending
 
     def certified(self) -> Certificate:
         """Certificate that the program leads from stored shardings to those due for results; raises if not."""

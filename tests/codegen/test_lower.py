@@ -19,7 +19,7 @@ from autopar.runtime.collectives import BEGIN, PACK, STEPS
 from autopar.testing import Equality, on_threads
 from autopar.tracer import ColoTracer
 from tests.models import LLAMA_MEGATRON, LLAMA_SEQUENCE, MLP, Llama, eager_links, mlp_case, mlp_pins
-from tests.random_plans import random_plan_of
+from tests.random_plans import random_plan_of, with_random_states
 from tests.training import whole
 
 TP = autopar.DeviceMesh((4,), ("tp",))
@@ -186,6 +186,31 @@ def test_the_program_is_the_same_on_every_device_where_parts_are_even():
 def test_uneven_ranks_agree_on_their_collectives():
     programs = [lowered("sharded", TP, (i,), width=11, batch=7) for i in range(4)]
     assert len({str(p.program) for p in programs}) > 1 and len({p.joint.collectives for p in programs}) == 1
+
+
+class Spread(nn.Module):
+    """Parameters that are repeated along a dim of which one device has a single row: there, torch sums nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.randn(4, 1, 3)), nn.Parameter(torch.randn(4, 1, 3))
+        self.up = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        h = (x @ self.up).tanh()
+        return ((h + self.shift).cumsum(0) * self.scale).square().mean()
+
+
+def test_ranks_agree_where_one_sums_what_another_has_one_row_of():
+    """On messages, on what waits for its reduction, and on where backward repeats a gather."""
+    graph, differ = ColoTracer().trace(Spread(), {"x": torch.randn(4, 3, 3)}), False
+    for seed in (2, 3, 8, 16):
+        rng = np.random.default_rng(seed)
+        plan = with_random_states(random_plan_of(graph, autopar.DeviceMesh((2,)), rng), rng)
+        first, second = (lower(graph, plan, (rank,)) for rank in range(2))
+        differ |= len(first.joint.backward.nodes) != len(second.joint.backward.nodes)
+        assert first.collectives == second.collectives and first.joint.waits == second.joint.waits
+    assert differ
 
 
 def test_the_forward_reads_as_python():
