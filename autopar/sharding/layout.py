@@ -98,7 +98,8 @@ class CutDim:
         size = self.size
         for axis, n in self.nested:
             size = part(size, n, coordinate[axis])[1]
-        return size if self.nested else math.prod(n for a, n in self.digits if a == NOBODY)
+        is_split = size and not self.nested  # a dim of no rows has no digits, as one of one row
+        return math.prod(n for a, n in self.digits if a == NOBODY) if is_split else size
 
     def _read(self, axis: int, n: int, blocks: int) -> CutDim | None:
         """The row in which the axis reads the major free digits behind those that count the blocks, or None."""

@@ -60,6 +60,35 @@ def test_batches_of_other_sizes(preset, mesh):
             Equality.in_float64(f"{preset} on {mesh}", ours, theirs, 1e-9).check()
 
 
+class OfNoRows(nn.Module):
+    """Two layers, the first of which also reads none of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return (self.down(self.up(x).relu()) - x).square().sum() + self.up(x[:0]).sum()
+
+
+@pytest.mark.parametrize(
+    ("preset", "first"), [("megatron", 8), ("megatron", 0), (None, 8), (None, 0), ("zero3", 8)], ids=str
+)
+def test_batches_of_no_rows(preset, first):
+    """As the last batch of a filtered data set, or as the example: gradients of zeros, as on one device."""
+    torch.manual_seed(0)
+    model, batches = OfNoRows().double(), [{"x": X[:first]}, {"x": X[:0]}, {"x": X}]
+    alone = copy.deepcopy(model)
+
+    def steps(model):
+        return [results(model, model(**batch)) for batch in batches]
+
+    expected = steps(alone)
+    for found in on_threads(2, lambda rank: steps(parallel(model, batches[0], parallel=preset, memory_budget="inf"))):
+        for k, (one, other) in enumerate(zip(found, expected, strict=True)):
+            Equality.in_float64(f"batch {k} under {preset}", one, other, 1e-9).check()
+
+
 def test_a_pattern_that_matches_parameters_alone_does_not_undo_other_constraints():
     """Their storage is pinned by name where another batch is planned, which comes before any pattern."""
     model, batch = mlp_case()
