@@ -109,7 +109,7 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tu
     """
     query, key, value = held[:3]
     whole = call.arguments["query"]
-    share = query[-2] / whole.shape[-2]
+    share = query[-2] / max(1, whole.shape[-2])
     if share == 1 or not call.arguments.get("is_causal") or call.random >= 0:
         return 0, 0
     rows, width, itemsize = math.prod(query[:-1]), value[-1], whole.itemsize
