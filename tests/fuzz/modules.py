@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,12 @@ MEMBERS = 2000  # elements of a value, at most
 class Drawn(nn.Module):
     """`forward` runs the steps; whatever no step has read counts in the loss."""
 
-    def __init__(self, seed: int, of_all: bool = False) -> None:
+    def __init__(self, seed: int, of_all: bool = False, sizes: Sequence[int] = SIZES) -> None:
         super().__init__()
-        self.rng = random.Random(seed)
+        self.rng, self.sizes = random.Random(seed), sizes
         self.generator = torch.Generator().manual_seed(seed)
         self.steps, self.names, self.called = [], [], []  # called: which functions of torch
-        rows, length, width = (self.rng.choice(SIZES) for _ in range(3))
+        rows, length, width = (self.rng.choice(sizes) for _ in range(3))
         self.batch = {
             "x": self.drawn(rows, length, width),
             "ids": torch.randint(0, 7, (rows, length), generator=self.generator),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 SIZES = (2, 3, 4, 6, 8)
+ODD_SIZES = (2, 3, 3, 5, 7)  # of which two or three devices have unequal parts, some of one row or of none
 
 
 def has_dims(v):
@@ -123,7 +124,7 @@ def taken(m, v):
     if n < 2:
         return None
     a = m.rng.randrange(n - 1)
-    name, index = f"index{len(m._buffers)}", torch.tensor([m.rng.randrange(n) for _ in range(m.rng.choice(SIZES))])
+    name, index = f"index{len(m._buffers)}", torch.tensor([m.rng.randrange(n) for _ in range(m.rng.choice(m.sizes))])
     m.register_buffer(name, index)
     return m.rng.choice(
         [
@@ -180,13 +181,13 @@ def written(m, v):
 
 
 def linear(m, v):
-    done = m.linear(v.shape[-1], m.rng.choice(SIZES))
+    done = m.linear(v.shape[-1], m.rng.choice(m.sizes))
     return done
 
 
 def tied(m, values):
     """An embedding, and its weight again as a head."""
-    width = m.rng.choice(SIZES)
+    width = m.rng.choice(m.sizes)
     table = m.parameter(7, width)
     i = m.pick(values, lambda v: v.shape[-1] == width)
     padding = m.rng.choice([None, 3])
@@ -234,7 +235,7 @@ def over_channels(m, v):
 
 
 def convolved(m, v):
-    c, out = v.shape[1], m.rng.choice(SIZES)
+    c, out = v.shape[1], m.rng.choice(m.sizes)
     groups = m.rng.choice([k for k in range(1, c + 1) if c % k == 0 and out % k == 0])
     kernel, how = (
         (3,) * (v.dim() - 2),

@@ -5,6 +5,7 @@ And the first hundred notice each broken compiler.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -15,9 +16,10 @@ from autopar.certificate.types import Type, plain
 from autopar.letters import NotCertified
 from tests.fuzz.trial import fuzz, kills
 from tests.mutants import GPT2_MUTANTS, MUTANTS
+from tests.random_plans import NoneUneven
 from tests.shares import one_in
 
-COUNT, OF_ALL, AT_ONCE = 12, 4, 4
+COUNT, OF_ALL, UNEVEN, AT_ONCE = 12, 4, 12, 4
 NOTICED_BY = 100  # modules
 
 
@@ -48,6 +50,28 @@ def test_random_modules_of_all_of_torch_compute_the_same(first):
 def test_two_thousand_of_all_of_torch_compute_the_same(first):
     for seed in range(first, first + 31):
         fuzz(seed, of_all=True)
+
+
+def fuzz_uneven(seeds):
+    """Each of these seeds of which an uneven plan is drawn; returns how many those are."""
+    ran = 0
+    for seed in seeds:
+        with contextlib.suppress(NoneUneven):
+            fuzz(seed, uneven=True)
+            ran += 1
+    return ran
+
+
+@pytest.mark.parametrize("first", range(0, UNEVEN, AT_ONCE))
+def test_random_modules_of_uneven_parameters_compute_the_same(first):
+    """On two and three ranks, under plans that also recompute; certified."""
+    assert fuzz_uneven(range(first, first + AT_ONCE))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(UNEVEN, UNEVEN + 375, 25))
+def test_three_hundred_of_uneven_parameters_compute_the_same(first):
+    assert fuzz_uneven(range(first, first + 25)) >= 15
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -5,6 +5,8 @@ Losses, outputs, gradients, parameters and buffers are compared.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -20,8 +22,9 @@ from autopar.testing import Equality, Unequal, on_threads
 from autopar.tracer import ColoTracer
 from autopar.turns import in_micro_batches
 from tests.fuzz.modules import Drawn
+from tests.fuzz.steps import ODD_SIZES, SIZES
 from tests.oracle import ByPosition
-from tests.random_plans import random_plan_of, with_random_states
+from tests.random_plans import random_plan_of, uneven_plan_of, with_random_states
 from tests.training import whole
 
 SEED = 97531
@@ -34,6 +37,8 @@ MESHES = [
     DeviceMesh((3, 2)),
     DeviceMesh((2, 2, 2)),
 ]
+
+UNEVEN_MESHES = [DeviceMesh((2,)), DeviceMesh((3,))]
 
 
 def two_steps(model, batch, accumulates, next_step=lambda: None):
@@ -64,6 +69,14 @@ def descend(parameters, rate):
             here.add_(there, alpha=-rate)
 
 
+def drawn_uneven(seed: int) -> tuple[Graph, Plan]:
+    """The graph of a random module of odd sizes, and a plan that cuts parameters of it unevenly and recomputes."""
+    model, rng = Drawn(seed, sizes=ODD_SIZES), np.random.default_rng(seed)
+    mesh = UNEVEN_MESHES[rng.integers(len(UNEVEN_MESHES))]
+    graph = ColoTracer().trace(model, model.batch)
+    return graph, uneven_plan_of(graph, mesh, rng)
+
+
 def drawn(seed: int, of_all: bool = False, in_turns: bool = False) -> tuple[Graph, Plan]:
     """The graph of a random module, and a random legal plan of it on a random mesh."""
     model, rng = Drawn(seed, of_all), np.random.default_rng(seed)
@@ -75,20 +88,22 @@ def drawn(seed: int, of_all: bool = False, in_turns: bool = False) -> tuple[Grap
     return graph, with_random_states(random_plan_of(graph, mesh, rng), rng)
 
 
-def fuzz(seed: int, of_all: bool = False, limit_s: float = 60.0, in_turns: bool = False) -> Drawn:
+def fuzz(seed: int, of_all: bool = False, limit_s: float = 60.0, in_turns: bool = False, uneven: bool = False) -> Drawn:
     """Raises Unequal where the parallel module is not what eager is.
 
     With `of_all`, steps are drawn from all of torch; with `in_turns` the batch passes in micro-batches, or a letter
-    says that it cannot. Ranks that have not ended after the limit hang.
+    says that it cannot; if `uneven`, devices hold unequal parts of a parameter. Ranks that have not ended after the
+    limit hang.
     """
-    alone = Drawn(seed, of_all)  # made before draws go by position
-    model, accumulates = Drawn(seed, of_all), seed % 8 == 0  # rarely: torch dispatches an addition anew in each thread
+    make = functools.partial(Drawn, seed, of_all, ODD_SIZES if uneven else SIZES)
+    alone = make()  # made before draws go by position
+    model, accumulates = make(), seed % 8 == 0  # rarely: torch dispatches an addition anew in each thread
     with ByPosition(SEED) as numbers:
         expected = two_steps(alone, model.batch, accumulates, numbers.next_step)
-    graph, plan = drawn(seed, of_all, in_turns)
+    graph, plan = drawn_uneven(seed) if uneven else drawn(seed, of_all, in_turns)
     mesh = plan.mesh
 
-    made = [Drawn(seed, of_all) for _ in range(mesh.size)]
+    made = [make() for _ in range(mesh.size)]
 
     def body(rank):
         mine = autopar.autoparallelize(made[rank], model.batch, plan=plan, outputs="full" if in_turns else "auto")
