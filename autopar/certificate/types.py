@@ -129,3 +129,23 @@ def same(one: Dim, other: Dim) -> bool:
 def lie_alike(x: Type, other: Type) -> bool:
     """Whether two values have the same rows, cut alike by the axes that are known of `x`."""
     return other.open <= x.open and x.settled(x.open).dims == other.settled(x.open).dims
+
+
+def lies_as(found: Type, wanted: Type) -> bool:
+    """Whether a value lies as it has to on every axis that is known of it, parts of a sum included.
+
+    One row of a cut dim is also a part of the sum over the dim, and may stand in any dim that has one row. Repeated
+    rows are as good as parts, and zeros as good as parts of a sum.
+    """
+    doubtful = found.open | wanted.open
+    ones = [d for d, dim in enumerate(found.dims) if size(dim) == 1]
+    rest = [d for d, dim in enumerate(found.dims) if size(dim) != 1 and not is_free(dim)]
+    parts, due = (frozenset(axes_of(t.dims[d] for d in ones)) - doubtful for t in (found, wanted))
+    sums = (found.sums | (parts & wanted.sums)) ^ wanted.sums
+    if not found.is_zero and (found.most or sums - doubtful or parts - due - wanted.sums):
+        return False
+    if due - parts and not any(is_free(found.dims[d]) for d in ones):
+        return False
+    return all(
+        axes_of([without(found.dims[d], doubtful)]) == axes_of([without(wanted.dims[d], doubtful)]) for d in rest
+    )

@@ -6,6 +6,7 @@ import contextlib
 import operator
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,16 +26,15 @@ from autopar.certificate.types import (
     Type,
     axes_of,
     free,
-    is_free,
     joined,
     lie_alike,
+    lies_as,
     plain,
-    size,
-    without,
 )
 from autopar.certificate.views import VIEWS
 from autopar.letters import NotCertified, NotServed
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
+from autopar.runtime.private import OpOverload
 
 VARIABLE = "AUTOPAR_CERTIFICATE"  # "off": programs are run without one
 _STEPS = {f: name for name, f in STEPS.items()}
@@ -50,6 +50,9 @@ _FORMS = frozenset(f"aten.{name}" for name in ("_to_copy.default", "clone.defaul
 # into one matrix, or takes the logarithm of the gradient's size and puts the sign back behind it
 _LINEAR_AS_A_WHOLE = re.compile(r"(matrix_exp|logcumsumexp)(_\d+)?$")
 _Shapes = tuple[tuple[int, ...], ...]
+_SHOWN_OPS = 4
+# what is tried in turn: whether constants are cut, ops are looked inside, and views may undo earlier ones
+_READINGS = ((True, False, True), (False, True, True), (True, True, True), (False, True, False))
 _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 
 
@@ -70,6 +73,7 @@ class Interface:
     cuts_constants: bool = False
     looks_inside: bool = False  # whether a view is read by the shapes that its op makes inside
     users_rule: Callable[[str], str] = lambda _: ""  # of a model's op: the line with which a user said its rule
+    undoes_views: bool = True  # whether a view that may undo an earlier one of its op is taken to do so
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ class Certificate:
     open: int = 0
     ends: int = 0  # outputs and gradients,
     open_ends: int = 0  # and those of them of which something is unknown
+    opened_by: Counter[str] = field(default_factory=Counter, repr=False)  # ops from which on something is unknown
     unforeseen: list[str] = field(default_factory=list, repr=False)  # calls that their op's rule could not read
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
     # by op: types of the operand and of the result of each of its views
@@ -88,6 +93,16 @@ class Certificate:
     def __str__(self) -> str:
         share = f"{self.values - self.open} of {self.values} values"
         return f"{share} are typed on every axis, {self.ends - self.open_ends} of {self.ends} ends"
+
+    @property
+    def left_open(self) -> str:
+        """Text that says how much is not typed, and from which ops on; "" where all is."""
+        if not self.open:
+            return ""
+        ops = ", ".join(name for name, _ in self.opened_by.most_common(_SHOWN_OPS))
+        more = ", ..." if len(self.opened_by) > _SHOWN_OPS else ""
+        ends = f"the certificate types {self.ends - self.open_ends} of {self.ends} outputs and gradients"
+        return f"{ends}; {self.open} of {self.values} values are unknown along an axis, from {ops}{more} on"
 
 
 def is_wanted() -> bool:
@@ -107,10 +122,10 @@ def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] 
     try:
         return _certified(joint, interface, ending)
     except NotCertified as e:
-        for cuts_constants, looks_inside in ((True, False), (False, True), (True, True)):
+        for cuts_constants, looks_inside, undoes_views in _READINGS:
             other = replace(interface, cuts_constants=cuts_constants, looks_inside=looks_inside)
             with contextlib.suppress(NotCertified):
-                return _certified(joint, other, ending)
+                return _certified(joint, replace(other, undoes_views=undoes_views), ending)
         raise e from None
 
 
@@ -203,9 +218,17 @@ class _Walk:
                     self.found.unforeseen.append(f"{node.target}: {type(e).__name__}: {e}")
                     made = self._unknown(node)
                 self.types[node] = made
-                self.found.values += 1
-                self.found.open += any(t.open for t in types_in(made))
+                self._count(node, made)
         return [self._value(a) for a in self.graph.output_node().args[0]]
+
+    def _count(self, node: fx.Node, made: Any) -> None:
+        """Count a value, and the op from which on something is unknown of it."""
+        lost = {a for t in types_in(made) for a in t.open}
+        self.found.values += 1
+        self.found.open += bool(lost)
+        given = (t.open for operand in node.all_input_nodes for t in types_in(self.types[operand]))
+        if lost.difference(*given):
+            self.found.opened_by[_name_of(node.target)] += 1
 
     def end(self, place: int, sharding: Any, what: str) -> None:
         """Raise where a result does not lie as it has to; `sharding` None means whole."""
@@ -216,10 +239,7 @@ class _Walk:
         self.found.ends += 1
         self.found.open_ends += bool(found.open)
         wanted = _as_it_lies(found, sharding, self.order)
-        claims = [d for d, dim in enumerate(found.dims) if size(dim) != 1 and not is_free(dim)]  # others are as good
-        cut = [tuple(axes_of([without(wanted.dims[d], found.open)])) for d in claims]
-        lies = [tuple(axes_of([found.dims[d]])) for d in claims]
-        if found.sums or found.most or lies != cut:
+        if not lies_as(found, wanted):
             raise self._letter(node, Refused(f"{what} lies as {found}", f"it has to lie as {wanted}"))
 
     def reduced_in(self, place: int, dtype: torch.dtype | None, what: str) -> None:
@@ -300,17 +320,16 @@ class _Walk:
         x = call.args[0]
         leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # what is cut or repeated
         wholes = tuple(self.interface.wholes.get(op, ())) if leaves_doubt else ()
-        made: Type = self._typed(target, call, wholes, self.interface.inside(op) if self._looks_inside(wholes) else ())
+        inside = self.interface.inside(op) if wholes and self.interface.looks_inside else ()
+        made: Type = self._typed(target, call, wholes, inside)
         views = self.found._viewed.setdefault(op, [])
         if made.open == x.open:
             if op:
                 views.append((x, made))
             return made
-        undone = (before for before, after in views if before.shape == call.shapes[0] and lie_alike(x, after))
+        likely = views if self.interface.undoes_views else ()
+        undone = (before for before, after in likely if before.shape == call.shapes[0] and lie_alike(x, after))
         return next((replace(x, dims=before.settled(x.open).dims) for before in undone), made)
-
-    def _looks_inside(self, wholes: Sequence[Any]) -> bool:
-        return bool(wholes) and self.interface.looks_inside
 
     def _typed(self, target: Any, call: TypedCall, wholes: _Shapes = (), inside: _Shapes = ()) -> Any:
         """Result of a rule; calls that are alike are typed once."""
@@ -381,6 +400,11 @@ def _placed(made: Any, call: TypedCall) -> Any:
         return made
     places = frozenset(a for t in call.types for a in t.places) & made.open
     return replace(made, places=places.difference(*(t.open - t.places for t in call.types)))
+
+
+def _name_of(target: Any) -> str:
+    name = str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
+    return name.removeprefix("aten.").removesuffix(".default")
 
 
 def _shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ from autopar.passes import run_passes
 from autopar.runtime.collectives import convert
 from autopar.solver.plan import Plan
 from autopar.space.schedule import schedule_of, travels_alone
+
+log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,12 +80,15 @@ def lower(
     """The program of the device at `coordinate` of the plan's mesh; its forward alone without `gradients`.
 
     `rows` names the inputs of which every rank passes its own rows. Unless certificates are switched off, the program
-    is certified, or refused by a letter.
+    is certified, or refused by a letter; what the certificate leaves untyped is said, and stands in the plan's text.
     """
     lowered = _lowered(graph, plan, coordinate, device, gradients, rows)
-    if certificate.is_wanted():
-        lowered.certified()
-    return lowered
+    found = lowered.certified() if certificate.is_wanted() else None
+    if found is None or not found.left_open:
+        return lowered
+    if not any(coordinate):
+        log.log(logging.WARNING if found.open_ends else logging.INFO, "%s", found.left_open)
+    return replace(lowered, plan=replace(plan, untyped=found.left_open))
 
 
 def _lowered(

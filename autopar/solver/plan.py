@@ -138,6 +138,8 @@ class Plan:
     suspected: tuple[tuple[str, str], ...] = ()
     # searches that were stopped before their end, after work that was counted: the gap says what they left open
     stopped: tuple[str, ...] = ()
+    # of a plan that was lowered: what the certificate of its program leaves untyped; not written to files
+    untyped: str = field(default="", repr=False, compare=False)
     search: SearchedSpace | None = field(default=None, repr=False, compare=False)
 
     check_graph: ClassVar[GraphCheck | None] = None  # given by autopar.api, which can trace a model

@@ -134,6 +134,8 @@ def _warnings(plan: Plan) -> Iterator[_Line]:
         yield "careful", f"{more} (in transformers: model.resize_token_embeddings(None, pad_to_multiple_of=8))", 2
     for warning in plan.warnings:
         yield "careful", warning, 1
+    if plan.untyped:
+        yield "untyped", plan.untyped, 2
     if plan.stopped:
         yield "stopped", f"{', '.join(plan.stopped)}, after the work that it is given", 1
 

@@ -74,6 +74,7 @@ def table_of(plan: Plan) -> str:
         why = "after the work that it is given: the gap says what may be left"
         blocks.append([f"stopped   {search}, {why}" for search in plan.stopped])
     said = [f"careful   {warning}" for warning in plan.warnings]
+    said += [f"untyped   {plan.untyped}"] if plan.untyped else []
     said += [f"assumed   {assumption}" for assumption in plan.assumptions]
     said += [f"default   {name}: {meaning}" for name, meaning in plan.defaults]
     if said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,19 +11,20 @@ from torch import nn
 
 import autopar
 from autopar import Precision
-from autopar.certificate import VARIABLE, Certificate, Interface
+from autopar.certificate import VARIABLE, Certificate, Interface, certify
 from autopar.certificate.calls import TypedCall
 from autopar.certificate.readings import Wholes, regrouped
 from autopar.certificate.rules import typed
-from autopar.certificate.types import FREE, Refused, Type, axes_of, joined, plain
+from autopar.certificate.types import FREE, Refused, Type, axes_of, joined, lies_as, plain
 from autopar.certificate.walk import _Walk
 from autopar.codegen import joint, joint_passes
-from autopar.codegen.lower import lower
+from autopar.codegen.lower import _interface, lower
 from autopar.kernels import NAMES, rms_norm
 from autopar.letters import NotCertified, NotServed
 from autopar.request import Request
 from autopar.runtime.collectives import STEPS
 from autopar.search import plan_of
+from autopar.sharding.placement import Placement, Sharding
 from tests.certificate.made import BOTH, MESH, NARROWER, SEQUENCE, broken, lowered
 from tests.fuzz.trial import drawn
 from tests.random_plans import random_plan
@@ -134,6 +136,74 @@ def test_a_gradient_is_summed_in_the_dtype_that_is_promised(preset):
     assert len(gradients) >= 3
 
 
+@pytest.fixture(scope="module")
+def data_parallel():
+    return lowered("gpt2", "dp")
+
+
+def gradients_due(program, placement):
+    """The certificate's `Interface` of a program, with another placement of all gradients."""
+    interface = _interface(program.graph, program.plan, [program.program], program.rows)
+    due = {i: Sharding((Placement.parse(placement),) * 2) for i, s in interface.gradients.items() if s is not None}
+    return dataclasses.replace(interface, gradients=interface.gradients | due)
+
+
+def test_what_is_due_as_a_part_of_a_sum_may_not_be_whole_nor_the_other_way(data_parallel):
+    """With every gradient due as P(sum)@dp the program is refused; with no reduction left it is what is due."""
+    parts = gradients_due(data_parallel, "P(sum)")
+    with pytest.raises(NotCertified, match="it has to lie as P"):
+        certify(data_parallel.joint, parts)
+    joint = copy.copy(data_parallel.joint)
+    unreduced = dataclasses.replace(joint, backward=joint.hold, waits=(), settled_from=())
+    assert certify(unreduced, parts).ends > 25
+    with pytest.raises(NotCertified, match="it has to lie as R"):
+        certify(unreduced, gradients_due(data_parallel, "R"))
+
+
+def test_a_settled_gradient_that_was_not_reduced_is_refused(data_parallel):
+    """While micro-batches accumulate: one that `settle` hands on as it came, and one that it reduces twice."""
+    joint = data_parallel.joint
+    assert joint.waits
+    for place, given in enumerate(joint.settled_from[:3]):
+        settle = copy.deepcopy(joint.settle)
+        for mine, theirs in zip(settle.nodes, joint.settle.nodes, strict=True):
+            mine.meta = dict(theirs.meta)
+        ends = list(settle.output_node().args[0])
+        ends[place] = settle.find_nodes(op="placeholder")[given]
+        settle.output_node().args = (tuple(ends),)
+        wrong = dataclasses.replace(data_parallel, joint=dataclasses.replace(joint, settle=settle))
+        with pytest.raises(NotCertified, match="the gradient of"):
+            wrong.certified()
+    swapped = dataclasses.replace(joint, hold=joint.backward)  # what has been reduced is reduced again
+    with pytest.raises(NotCertified):
+        dataclasses.replace(data_parallel, joint=swapped).certified()
+
+
+dp, TWO = frozenset({"dp"}), ((2, ("dp",)),)
+ROW, LINE = ((1, ("dp",)),), ((3, ()),)
+LIES = [  # found, due, whether that is right
+    (Type((LINE,), sums=dp), Type((LINE,)), False),
+    (Type((LINE,)), Type((LINE,), sums=dp), False),
+    (Type((LINE,), sums=dp), Type((LINE,), sums=dp), True),
+    (Type((LINE,), most=dp), Type((LINE,)), False),
+    (Type((LINE,), is_zero=True), Type((LINE,), sums=dp), True),
+    (Type((LINE,), open=dp), Type((LINE,), sums=dp), True),
+    (Type((TWO,)), Type((TWO,)), True),
+    (Type((((2, ()),),)), Type((TWO,)), False),
+    (Type((TWO,)), Type((((2, ()),),)), False),
+    (Type((((2, FREE),),)), Type((TWO,)), True),
+    (Type((ROW, LINE)), Type(((), LINE)), False),  # one row of a cut dim: its sum over the dim is due
+    (Type((ROW, LINE)), Type(((), LINE), sums=dp), True),
+    (Type(((), LINE)), Type((ROW, LINE)), False),
+    (Type((ROW, (), LINE)), Type(((), ROW, LINE)), True),
+]
+
+
+@pytest.mark.parametrize(("found", "due", "right"), LIES, ids=str)
+def test_an_end_lies_as_is_due(found, due, right):
+    assert lies_as(found, due) is right
+
+
 def test_a_lowering_asks_for_a_certificate(monkeypatch):
     """Unless it is switched off: a conversion that is skipped is refused before the program runs."""
     passes = tuple(one for one in joint_passes.PASSES if one is not joint_passes.drop_noise)
@@ -182,6 +252,33 @@ def test_uneven_parts_and_ops_without_a_line_are_let_pass(preset):
     assert lower(graph, plan_of(graph, request), (2,)).certified().values > 10
 
 
+class Routed(nn.Module):
+    """Rows that go where the largest of their numbers stand: by ops that the certificate has no line for."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.up(x)
+        order = h.detach().amax(1).argsort()
+        return self.down(torch.zeros_like(h).index_put((order,), h)).square().mean()
+
+
+def test_what_is_left_untyped_is_said(caplog):
+    """How many values and ends, and from which op on: in a line of the log, and in the text of the model's plan."""
+    request = Request(mesh=autopar.DeviceMesh((2,)), memory_budget="inf", parallel="dp")
+    graph = request.trace(Routed(), {"x": torch.randn(8, 8)})
+    plan = plan_of(graph, request)
+    with caplog.at_level("INFO", "autopar"):
+        program = lower(graph, plan, (0,))
+    found = program.certified()
+    ends, values = f"{found.ends - found.open_ends} of {found.ends} outputs", f"{found.open} of {found.values} values"
+    assert found.open and all(said in program.plan.untyped for said in (ends, values, "index_put"))
+    assert program.plan.untyped in caplog.text and program.plan == plan and not plan.untyped
+    assert all(f"untyped   the certificate types {ends}" in text for text in (str(program.plan), program.plan.table()))
+
+
 def test_views_keep_what_is_cut():
     """Outer rows that are cut stay so; what is cut inside a dim is not confused with what is cut outside."""
     eight = ((8, ("tp",)),)
@@ -222,6 +319,26 @@ def test_what_is_repeated_is_a_part_or_a_whole():
     assert regrouped(x, (1, 2, 16)) == (x, frozenset())
     heads = regrouped(x, (2, 16), Wholes([(4, 16), (2, 16)], frozenset(), {"tp": 2}))
     assert heads == ((((2, ("tp",)),), *plain((16,))), frozenset())
+
+
+REPEATED, FOUR = ((1, FREE),), ((4, ()),)
+REGROUPED = [  # one row a guard: dims, shape of the view, shapes of wholes, its dims, axes of which nothing is known
+    ([REPEATED, FOUR, LINE], (4, 3), None, (FOUR, LINE), frozenset(FREE)),  # a repeated row is lost among others
+    ([REPEATED, FOUR, LINE], (1, 4, 3), None, (REPEATED, FOUR, LINE), frozenset()),
+    ([TWO, LINE], (0, 3), None, (((0, ()),), LINE), dp),  # no rows
+    ([TWO, LINE], (5,), None, (((5, ()),),), dp),  # no view
+    ([TWO, LINE], (2, 3), [(4, 3)], (TWO, LINE), frozenset()),
+    ([FOUR, ROW], (4,), None, (((4, ()), (1, ("dp",))),), frozenset()),
+    ([((4, ()), (1, ("dp",)))], (4, 1), [(4, 2)], (FOUR, ROW), frozenset()),
+    ([((4, ()), (1, ("dp",)))], (4, 1), [(4, 2), (8, 1)], (((4, ()),), ROW), dp),  # a part of either
+]
+
+
+@pytest.mark.parametrize(("dims", "shape", "wholes", "expected", "lost"), REGROUPED, ids=str)
+def test_a_view_is_read_as_far_as_it_follows(dims, shape, wholes, expected, lost):
+    known = None if wholes is None else Wholes(wholes, frozenset(), {"dp": 2})
+    found, unknown = regrouped(dims, shape, known)
+    assert unknown == lost and (unknown or found == expected)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +472,17 @@ class Regularised(nn.Module):
         return self.layer(x).pow(2).mean() + 0.1 * self.layer(self.added(self, x)).pow(4).mean()
 
 
+class OfAVector(nn.Module):
+    """A matrix a row, times a vector: backward views a gradient twice, the second time as a column."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.vector = nn.Linear(8, 10), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return (self.up(x).view(-1, 2, 5) @ self.vector).tanh().square().mean()
+
+
 ADDED = {
     "eye": lambda m, x: torch.eye(8, dtype=x.dtype),
     "table": lambda m, x: m.table(torch.arange(7)),
@@ -365,6 +493,8 @@ RIGHT = [
     ("heads", lambda: HeadNorm(2), 0, 12),
     ("side by side", SideBySide, 1, 12),
     ("side by side", SideBySide, 3, 12),
+    ("a vector", OfAVector, 2, 12),
+    ("a vector", OfAVector, 5, 12),
     *((name, lambda added=added: Regularised(added), "dp", 12) for name, added in ADDED.items()),
     *((name, lambda added=added: Regularised(added), "zero3", 12) for name, added in ADDED.items()),
     ("a query a device", lambda: Regularised(ADDED["query"]), "dp", 2),
