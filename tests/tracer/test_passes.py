@@ -13,7 +13,7 @@ from autopar.graph.verify import verify
 from autopar.letters import NotServed
 from autopar.testing import Equality, Unequal
 from autopar.tracer import ColoTracer, capture, composites, indexing, losses, passes, values
-from autopar.turns.head import in_chunks
+from autopar.turns.chunked import in_chunks
 from autopar.turns.micro_batches import in_micro_batches
 from autopar.turns.writer import Writer
 from tests.tracer.random_graphs import Drawn, InTurns, gradients
