@@ -25,16 +25,16 @@ from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import budget_for, size
 from autopar.solver.plan import Plan
-from autopar.solver.program import peak_where_nothing_is_dear, solve
+from autopar.solver.program import most_promising_first, peak_where_nothing_is_dear, solve
 from autopar.solver.standing_bytes import refuse_below
 from autopar.space.constraints import Preset
 from autopar.space.presets import preset_of, warnings_of, window_of
 from autopar.space.saved import bytes_that_stand
+from autopar.space.schedule import windows_to_search
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.space.shared import Shared
-from autopar.space.space import Space
-from autopar.space.windows import BUCKET
+from autopar.space.space import Outdone, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 
 log = logging.getLogger("autopar")
@@ -122,19 +122,21 @@ class Planning:
         plan = self._planned(mesh, known)
         if not plan.kernels or not is_traced(self.request.hardware.device.kernels):
             return plan
-        apart = self.apart
+        apart, bound = self.apart, plan.lower_bound_s  # in other plans a kernel may stand for what is apart in this
         for search in range(1, _SEARCHES + 1):
             chunks = plan.chunks if self.graph.chunks == 1 else 1
             graph = in_chunks(self.graph, chunks, self.request.keeps_outputs)
             left = groups_left_out(graph, plan) - apart
             if not left:
-                return replace(plan, defaults=(*plan.defaults, *_said_of_groups(apart)))
+                return replace(plan, lower_bound_s=bound, defaults=(*plan.defaults, *_said_of_groups(apart)))
             apart |= left
             if search < _SEARCHES:
                 plan = replace(self, apart=apart)._planned(mesh, known)
+                bound = min(bound, plan.lower_bound_s)
         plan = replace(self, request=replace(self.request, kernels=False))._planned(mesh, known)
+        bound = min(bound, plan.lower_bound_s)
         said = f"none: in each of {_SEARCHES} searches other groups of ops had a conversion among them"
-        return replace(plan, defaults=(*plan.defaults, ("kernels", said)))
+        return replace(plan, lower_bound_s=bound, defaults=(*plan.defaults, ("kernels", said)))
 
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
         """The fastest plan on a mesh; where that does not fit in the budget, one that does."""
@@ -164,7 +166,31 @@ class Planning:
     def _solved(
         self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], preset: Preset | None = None
     ) -> Plan:
-        """The fastest plan on a mesh that fits in the budget."""
+        """The fastest plan on a mesh that fits in the budget.
+
+        Without a preset, which has windows of its own, all windows are searched, and the bound holds in any of them.
+        """
+        spaces, found = self._spaces(mesh, known, preset), _Fastest()
+        left = list(spaces.windows)
+        if not self.is_tight:
+            left.clear()
+            for space in most_promising_first([spaces.of(least) for least in spaces.windows]):
+                try:
+                    found.add(functools.partial(self._freely, space, spaces, defaults))
+                except _DoesNotFit:
+                    left.append(space.setting.window_bytes)
+            if left and found.best is None and self.request.chunks == "auto":
+                raise _DoesNotFit(space)
+        for least in sorted(left):  # small windows hold copies for the shortest time
+            try:
+                found.add(functools.partial(self._within_budget, least, spaces, defaults))
+            except Infeasible:
+                if found.best is None:
+                    raise
+        return found.plan
+
+    def _spaces(self, mesh: DeviceMesh, known: float, preset: Preset | None) -> _Spaces:
+        """The spaces of the graph on a mesh."""
         asked = self.request
         setting = Setting(
             mesh,
@@ -172,14 +198,13 @@ class Planning:
             asked.optimizer,
             asked.accumulation,
             asked.precision.reduce if asked.precision else "",
-            BUCKET if preset is None else window_of(asked.parallel, mesh),
             compiled=asked.compile,
             kernels=taken(asked.kernels, asked.hardware.device.kernels, asked.compile),
             strict=asked.strict,
             apart=self.apart,
             turns=self.graph.turns,
         )
-        space_in = functools.partial(
+        make = functools.partial(
             shardings,
             self.graph,
             constraints=asked.constraints,
@@ -187,19 +212,28 @@ class Planning:
             known=known,
             shared=Shared.of(self.graph, setting),
         )
-        space = None if self.is_tight else space_in(setting)
-        if space is not None:
-            refuse_below(space, asked.budget)
-        if space is not None and (math.isinf(asked.budget) or peak_where_nothing_is_dear(space) <= asked.budget):
-            plan = self._fastest(space, math.inf, defaults, lambda: space_in(replace(setting, regather=True)))
-            if plan.peak_bytes <= asked.budget:
+        windows = windows_to_search(self.graph) if preset is None else (window_of(asked.parallel, mesh),)
+        return _Spaces(windows, setting, make)
+
+    def _freely(
+        self, space: Space, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: Plan | None = None
+    ) -> Plan:
+        """The fastest plan of a space, if it fits in the budget."""
+        budget = self.request.budget
+        refuse_below(space, budget)
+        if math.isinf(budget) or peak_where_nothing_is_dear(space) <= budget:
+            plan = self._fastest(space, spaces, math.inf, defaults, rival)
+            if plan.peak_bytes <= budget:
                 return plan
-        if space is not None and asked.chunks == "auto":
-            raise _DoesNotFit(space)
-        # it hardly fits with every copy kept
-        wide = space_in(replace(setting, regather=True))
-        refuse_below(wide, asked.budget)
-        return self._fastest(wide, asked.budget, defaults)
+        raise _DoesNotFit(space)
+
+    def _within_budget(
+        self, least: int, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: Plan | None = None
+    ) -> Plan:
+        """The fastest plan within the budget, in windows of `least` bytes; it hardly fits with every copy kept."""
+        space = spaces.of(least, regather=True)
+        refuse_below(space, self.request.budget)
+        return self._fastest(space, spaces, self.request.budget, defaults, rival)
 
     def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
         """The plan where the fastest does not fit, with a loss head in chunks where these are nearly free.
@@ -241,9 +275,10 @@ class Planning:
     def _fastest(
         self,
         space: Space,
+        spaces: _Spaces,
         budget: float,
         defaults: Sequence[tuple[str, str]],
-        wide: Callable[[], Space] | None = None,
+        rival: Plan | None,
     ) -> Plan:
         asked = self.request
         log.info("searching %d places on mesh %s", len(space.sites), space.setting.mesh)
@@ -254,8 +289,9 @@ class Planning:
             gap=asked.gap,
             until=self.until,
             recompute=asked.recompute,
-            wide=wide,
+            wide=functools.partial(spaces.wide, space.setting.window_bytes),
             is_trial=self.is_trial,
+            rival=rival,
         )
         has_asked = asked.memory_budget is not None and plan.peak_bytes <= asked.budget
         return replace(
@@ -274,7 +310,10 @@ class Planning:
         pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
         pins += ["the constraints"] if asked.constraints else []
         of = [f"that keeps to {' and '.join(pins)}"] if pins else []
-        of += [f"in {self.graph.turns} micro-batches"] if self.graph.turns > 1 else []
+        if self.graph.turns > 1:
+            of.append(f"in {self.graph.turns} micro-batches")
+        elif self.is_tight and asked.microbatches == "auto":  # more would need less recompute
+            of.append("with the batch at once")
         of += [f"with a loss head in {self.graph.chunks} chunks"] if self.graph.chunks > 1 else []
         return " ".join(of)
 
@@ -307,6 +346,50 @@ def naming_the_smaller(letter: Infeasible, smallest: float, how: str, whole: str
         smallest=smallest,
         fullest=f"{size(smallest)}, {how}",
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spaces:
+    """The spaces of one graph on a mesh: one for each way to cut it into windows."""
+
+    windows: tuple[int, ...]  # least bytes of each
+    setting: Setting
+    make: Callable[[Setting], Space]
+
+    def of(self, least: int, regather: bool = False) -> Space:
+        """The space with windows of `least` bytes, in which gathered parameters may be dropped or not."""
+        return self.make(replace(self.setting, window_bytes=least, regather=regather))
+
+    def wide(self, first: int) -> list[Space]:
+        """The spaces with all that saves memory, the one of these windows first."""
+        return [self.of(least, regather=True) for least in (first, *(w for w in self.windows if w != first))]
+
+
+class _Fastest:
+    """The fastest plan of several searches, and a bound that holds in all of them."""
+
+    def __init__(self) -> None:
+        self.best: Plan | None = None
+        self.bound = math.inf
+
+    def add(self, search: Callable[..., Plan]) -> None:
+        """Run a search, which raises `Outdone` where it finds no plan that is faster than the `rival` it is told."""
+        try:
+            plan = search(rival=self.best)
+        except Outdone as e:
+            if self.best is None:
+                raise
+            self.bound = min(self.bound, e.floor)
+            return
+        self.bound = min(self.bound, plan.lower_bound_s)
+        if self.best is None or plan.step_time_s < self.best.step_time_s:
+            self.best = plan
+
+    @property
+    def plan(self) -> Plan:
+        """The fastest plan, with the bound of all searches."""
+        assert self.best is not None
+        return replace(self.best, lower_bound_s=self.bound)
 
 
 class _DoesNotFit(Exception):

@@ -77,6 +77,7 @@ class Budgeted:
     """A space with its memory rows, searched by prices."""
 
     space: Space
+    rival: float = math.inf  # seconds of a plan of another space: a bound that is as high is high enough
     rows: dict[int, tuple[dict[int, np.ndarray], dict[int, np.ndarray]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -192,6 +193,8 @@ class Budgeted:
             if worth > bound:
                 centre, bound = at, worth
             best = _fastest_within(points, budget)
+            if bound >= self.rival:
+                break
             if best is not None and (best.seconds - bound <= enough * best.seconds or time.monotonic() > until):
                 break
             slowest = max((p.seconds for p in points), default=math.inf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.solver import text
 from autopar.solver.budget import ROUNDS
@@ -50,6 +50,14 @@ class Curve:
 
     def __str__(self) -> str:
         return text.curve_of(self)
+
+    def or_faster(self, other: Curve) -> Curve:
+        """The faster point of two curves under each of the same budgets, with the lower of both bounds."""
+        points = []
+        for pair in zip(self, other, strict=True):
+            fastest = min(pair, key=lambda p: p.step_time_s)
+            points.append(replace(fastest, lower_bound_s=min(p.lower_bound_s for p in pair)))
+        return Curve(tuple(points))
 
 
 def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.graph.layers import around_number
 from autopar.letters import Infeasible
-from autopar.solver.budget import Budgeted, Outcome
+from autopar.solver.budget import ROUNDS, Budgeted, Outcome
 from autopar.solver.integer import IntegerProgram, backend_of
 from autopar.solver.points import Point
 from autopar.solver.tables import Problem
@@ -31,7 +31,7 @@ from autopar.space.windows import Window
 _GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000  # of the integer program
 _CLOSE, _FEW = 0.01, 4  # of a bound: what a plan may be worth more, to be built upon; and so many are, if there are
 _STEPS = 3  # of the search for a price of memory
-_ENOUGH = 1e-3  # a gap that is not worth it
+_ENOUGH, _CLOSED = 1e-3, 1e-9  # a gap that is not worth it where tables are large, and one that is rounding
 _BIG = 1e9  # seconds of what leads nowhere
 
 
@@ -44,7 +44,8 @@ def polished(
         return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
 
     points = list(outcome.points)
-    if (found := best()) is not None and found.seconds - outcome.bound <= max(gap, _ENOUGH) * found.seconds:
+    enough = max(gap, _ENOUGH if counted.rounds == ROUNDS else _CLOSED)
+    if (found := best()) is not None and found.seconds - outcome.bound <= enough * found.seconds:
         return found
     if counted.space.windows:
         points += alike(counted, _near(outcome, budget), budget, outcome.prices.of_bytes, solver, stopped)

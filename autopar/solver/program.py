@@ -12,13 +12,14 @@ from autopar.solver.curve import Curve, CurvePoint, between, curve_of
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.plan import Plan
 from autopar.solver.plan_of_choices import plan_of
+from autopar.solver.points import Points
 from autopar.solver.policies import Policy
 from autopar.solver.recompute import lowest
 from autopar.solver.recompute import recompute as recomputing
 from autopar.solver.rivals import PricedSpace
 from autopar.solver.searches import SEARCHES, Findings, Search, Task, over_budget
 from autopar.solver.ties import settled
-from autopar.space.space import Space
+from autopar.space.space import Outdone, Space
 
 _CLOSED = 1e-9  # a gap that is rounding
 
@@ -32,19 +33,21 @@ def solve(
     until: float = math.inf,
     searches: Sequence[Search] = SEARCHES,
     recompute: str | Policy = "none",
-    wide: Callable[[], Space] | None = None,
+    wide: Callable[[], Sequence[Space]] | None = None,
     is_trial: bool = False,
+    rival: Plan | None = None,
 ) -> Plan:
     """The fastest plan found in the space, on which no device holds more than `budget` bytes.
 
-    `recompute` is the policy by which backward makes values again (`recompute.py`). `wide` makes the space with all
-    that saves memory, where this is not it: the plan's curve is of that. Where nothing fits, the letter about a trial
+    `recompute` is the policy by which backward makes values again (`recompute.py`). `wide` makes the spaces
+    of the plan's curve, where this is not the only one. Where nothing fits, the letter about a trial
     has the bytes of the smallest plan that was met, and no words.
 
     The search ends within `gap` of its bound, or where the searches can do no more; the plan's own gap says how near
-    that is. `until` is a time of the monotonic clock after which a plan that was found is not improved.
+    that is. `until` is a time of the monotonic clock after which a plan that was found is not improved. `rival` is a
+    plan of another space: `Outdone` is raised where none that is faster is found here.
     """
-    counted = Budgeted(space)
+    counted = Budgeted(space, math.inf if rival is None else rival.step_time_s)
     task = Task(counted, budget, solver, backend_of(solver), gap, until, recompute != "none")
 
     def without() -> Findings:
@@ -55,12 +58,14 @@ def solve(
     else:
         found = recomputing(task, recompute, without)
     best = found.best
+    if rival is not None and (best is None or best.seconds >= rival.step_time_s):
+        raise Outdone(found.bound)
     if best is None:
         raise _none_found(task, found, is_trial)
     if task.has_time and not best.recomputed:
         best = settled(counted, best, budget)
     plan = plan_of(space, best, found.bound, budget if counted.rows or best.recomputed else math.inf)
-    widest = (lambda: space) if wide is None else wide
+    widest = (lambda: [space]) if wide is None else wide
 
     def curve(budgets: int | Sequence[int]) -> Curve:
         return _curve(widest(), solver, gap, recompute, budgets)
@@ -84,7 +89,18 @@ def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
     return over_budget(task, known)
 
 
-def _curve(space: Space, solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]) -> Curve:
+def _curve(
+    spaces: Sequence[Space], solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]
+) -> Curve:
+    """The fastest step of any space under each budget; the first space says which, where a number of them is asked."""
+    curve = _curve_of(spaces[0], solver, gap, recompute, budgets)
+    budgets = [point.budget for point in curve]
+    for space in spaces[1:]:
+        curve = curve.or_faster(_curve_of(space, solver, gap, recompute, budgets))
+    return curve
+
+
+def _curve_of(space: Space, solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]) -> Curve:
     """The fastest step under each budget: from one joint search, or under a policy from a plan for each."""
     task = Task(Budgeted(space), math.inf, solver, backend_of(solver), gap, math.inf, recompute != "none")
     found = curve_of(task, budgets) if recompute == "auto" and space.memory is not None else None
@@ -113,6 +129,8 @@ def _searched(task: Task, searches: Sequence[Search]) -> Findings:
             found = search.look(task, found)
             if found.bound == math.inf:
                 raise infeasible(task.space, "no choices go together")
+            if found.bound >= task.counted.rival:
+                break
     return found
 
 
@@ -123,3 +141,12 @@ def peak_where_nothing_is_dear(space: Space) -> float:
     """
     counted = Budgeted(space)
     return counted.at({}, exposed=[0.0] * counted.kinds)[0].peak
+
+
+def most_promising_first(spaces: Sequence[Space]) -> Sequence[Space]:
+    """Spaces of the same choices, the one first in which a plan that is good in any of them is fastest."""
+    if len(spaces) < 2:
+        return spaces
+    counted = Budgeted(spaces[0])
+    picked = counted.at({}, exposed=[0.0] * counted.kinds)[0].picked
+    return sorted(spaces, key=lambda space: Points(space).of(picked).seconds)

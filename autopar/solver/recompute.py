@@ -30,6 +30,7 @@ from autopar.solver.states import StateSearch, StepStates
 from autopar.space.timeline import Timeline
 
 _ROUNDS = 12  # of prices
+_AT_FIRST, _WORTH = 2, 0.01  # rounds, after which a space is left that can gain so little on a plan of another
 _DEARER = 8.0  # times the last price, while all that was met is over the budget
 _DEAR = (1.0, 30.0, 1000.0)  # times the usual price of a byte, where the smallest plans are looked for
 _LOWER = 0.95  # of the smallest plan's bytes: the next budget for which one is looked for
@@ -470,6 +471,10 @@ def _auto(task: Task, without: Without) -> Findings:
         return without()
     within = Within(joint, task.budget)
     within.look_at_known()
+    if math.isfinite(task.counted.rival):
+        within.look_for_prices(_AT_FIRST)
+        if joint.bound(task.budget) >= (1 - _WORTH) * task.counted.rival:
+            return Findings(within.best, joint.bound(task.budget), joint.free)
     if within.best is None and joint.tables.fewest_bytes() > task.budget * _MET:
         return Findings(None, joint.bound(task.budget), joint.free)
     if within.best is None and not joint.comes_near(_FAR * task.budget):

@@ -41,11 +41,16 @@ class _Cargo(NamedTuple):
     """A value on an edge, and how it travels."""
 
     type: TensorType
-    is_parameter: bool  # or handed on from one: it is gathered, and its gradient reduced
+    ahead: ShapeConsistencyManager | None  # the conversions that gather a parameter, or what is handed on from one
     is_handed_on: bool  # behind the parameter's own edge
     stays: bool  # whether the gathered copy is still there as backward begins
     reduced_in: int  # itemsize of its gradient while it is reduced; 0: the value's own
     chunks: int  # conversions in each pass: as often as its op runs
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is gathered, and its gradient reduced."""
+        return self.ahead is not None
 
 
 class _Table(NamedTuple):
@@ -71,7 +76,8 @@ class EdgeBuilder:
         self.parameters = parameters
         self.schedule = schedule
         self.habits = habits
-        self.conversions, self.gathers, self.reductions = shared.values, shared.gathers, shared.gradients
+        self.conversions, self.reductions = shared.values, shared.gradients
+        self.gathers = shared.gathers(schedule, parameters)
         self.once = shared.once
 
     def wiring(self, drafts: Mapping[SiteKey, Draft]) -> Wiring:
@@ -101,7 +107,7 @@ class EdgeBuilder:
         owners = self.parameters.owners
         return _Cargo(
             type_,
-            value in owners,
+            self.gathers if value in owners else None,
             self.parameters.is_handed_on(value),
             owners.get(value) in self.schedule.stays,
             self.parameters.reduced_in.get(value, 0),
@@ -135,7 +141,7 @@ class EdgeBuilder:
             shape=cargo.type.shape,
             itemsize=cargo.type.itemsize,
             has_gradient=cargo.type.requires_grad,
-            ahead=self.gathers if cargo.is_parameter else None,
+            ahead=cargo.ahead,
             back=self._reductions(cargo) if cargo.is_parameter else None,
             forward=table.forward,
             backward=table.backward,
@@ -185,7 +191,7 @@ class EdgeBuilder:
     def _forward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> np.ndarray:
         """Seconds of converting a value once, by [given, taken]; inf where a preset's habit forbids it."""
         type_ = cargo.type
-        table = (self.gathers if cargo.is_parameter else self.conversions).table(
+        table = (cargo.ahead or self.conversions).table(
             type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken]
         )
         return table if cargo.is_parameter else np.where(self._against_habit(given, taken), np.inf, table)

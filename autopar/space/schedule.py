@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from autopar.graph import walks
-from autopar.graph.graph import info, op_name, type_of
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.layers import innermost_block
 from autopar.ops.entry import facts_of
-from autopar.space.windows import BUCKET, buckets
+from autopar.space.windows import BLOCK, BUCKET, buckets
 
 Span = tuple[int, int]  # first and last op
 TABLE = 2**20  # bytes from which on the gradient of a table shares no bucket
@@ -111,6 +111,12 @@ def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
         frozenset(parameter for parameter, places in readers.items() if min(places) >= last_begins),
     )
     return of_none.moving(readers)
+
+
+def windows_to_search(graph: Graph) -> tuple[int, ...]:
+    """The least bytes of windows: BUCKET, and BLOCK where that cuts the forward in another way."""
+    ops = [n for n in graph.nodes if info(n).kind == "op"]
+    return (BUCKET,) if schedule_of(ops, BLOCK) == schedule_of(ops, BUCKET) else (BUCKET, BLOCK)
 
 
 def travels_alone(parameter: fx.Node) -> bool:

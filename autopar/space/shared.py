@@ -1,19 +1,19 @@
-"""`Shared`: tables that spaces of one graph and mesh share, where only the policies of parameters differ."""
+"""`Shared`: tables that spaces of one graph and mesh share, where policies of parameters or windows differ."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.graph.graph import Graph, info, type_of
+from autopar.graph.graph import Graph, type_of
 from autopar.once import Once
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.cost_model import ALONE, Message
 from autopar.sharding.strategies import Choice
 from autopar.space.local_bytes import LocalBytes
-from autopar.space.parameter_values import casts_of_parameters
-from autopar.space.schedule import schedule_of
+from autopar.space.parameter_values import ParameterValues
+from autopar.space.schedule import Schedule
 from autopar.space.setting import Setting
 from autopar.space.space import Site
 from autopar.space.windows import BUCKET
@@ -27,12 +27,13 @@ class Shared:
     conversions of their own.
     """
 
+    setting: Setting
     values: ShapeConsistencyManager
-    gathers: ShapeConsistencyManager
     gradients: ShapeConsistencyManager
     bytes: LocalBytes
     choices: dict[Hashable, tuple[Choice, ...]] = field(default_factory=dict)  # by strategies and sizes
     sites: dict[Hashable, Site] = field(default_factory=dict)  # by what their choices and seconds depend on
+    by_message: dict[Message, ShapeConsistencyManager] = field(default_factory=dict)  # of gathers
     once: Once = field(default_factory=Once)  # for edges, and the ends and tables of which they are made
 
     @staticmethod
@@ -41,18 +42,27 @@ class Shared:
         values = ShapeConsistencyManager(setting.mesh, setting.cluster)
         share = min(1.0, BUCKET / max(1, sum(trained)))
         bucket = Message(share * sum(trained), max(1.0, share * len(trained)))
-        together = {"all_gather": _gathered_together(graph, setting)}, {"all_reduce": bucket, "reduce_scatter": bucket}
-        gathers, gradients = (
-            ShapeConsistencyManager(setting.mesh, setting.cluster, messages=messages, like=values)
-            for messages in together
-        )
-        return Shared(values, gathers, gradients, LocalBytes(setting.mesh))
+        gradients = _in_messages(setting, values, {"all_reduce": bucket, "reduce_scatter": bucket})
+        return Shared(setting, values, gradients, LocalBytes(setting.mesh))
+
+    def gathers(self, schedule: Schedule, parameters: ParameterValues) -> ShapeConsistencyManager:
+        """Conversions of parameters that are gathered in the windows of a schedule; one for equal messages."""
+        message = _gathered_together(schedule, parameters)
+        if message not in self.by_message:
+            self.by_message[message] = _in_messages(self.setting, self.values, {"all_gather": message})
+        return self.by_message[message]
 
 
-def _gathered_together(graph: Graph, setting: Setting) -> Message:
+def _in_messages(
+    setting: Setting, values: ShapeConsistencyManager, messages: Mapping[str, Message]
+) -> ShapeConsistencyManager:
+    """Conversions of values that share messages of these kinds."""
+    return ShapeConsistencyManager(setting.mesh, setting.cluster, messages=messages, like=values)
+
+
+def _gathered_together(schedule: Schedule, parameters: ParameterValues) -> Message:
     """The median message in which a window gathers its parameters."""
-    casts = {parameter: cast for cast, parameter in casts_of_parameters(graph).items()}
-    schedule = schedule_of([n for n in graph.nodes if info(n).kind == "op"], setting.window_bytes)
+    casts = {parameter: cast for cast, parameter in parameters.casts.items()}
     found: dict[int, list[int]] = {}
     for parameter, (first, _) in schedule.buckets.items():
         window = schedule.of[first]

@@ -149,7 +149,7 @@ def _are_sums(side: Sequence[Flows]) -> np.ndarray:
 
 
 class Outdone(Exception):
-    """Raised where the ops of a space alone take as long as a plan that is known."""
+    """Raised where no plan of a space is faster than one that is known."""
 
     def __init__(self, floor: float) -> None:
         super().__init__(f"{floor} s at least")

@@ -191,7 +191,9 @@ def test_more_memory_is_never_slower(name):
     assert all(p.peak_bytes <= p.budget for p in plans)
     # a search that stops within a gap may find a plan that is a little slower than one that needs less
     assert all(b.step_time_s <= a.step_time_s * 1.01 for a, b in itertools.pairwise(plans))
-    assert plans[-1].step_time_s == pytest.approx(free.step_time_s) and len({p.step_time_s for p in plans}) >= 4
+    # with windows both searches may end a little above their bounds
+    assert plans[-1].step_time_s == pytest.approx(free.step_time_s, rel=1e-4)
+    assert len({p.step_time_s for p in plans}) >= 4
     bound = math.floor(letter.value.needs)
     with pytest.raises(Infeasible):
         autopar.plan(model, batch, **how, memory_budget=bound - 1)
