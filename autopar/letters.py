@@ -32,9 +32,9 @@ class Letter(Exception):
     """An error for the user: a sentence, then the lines `at`, `with` and `try` that apply."""
 
     def __init__(self, what: str, *, at: str = "", seen: str = "", advice: str = "") -> None:
-        self.what, self.at, self.seen, self.advice = what, at, seen, advice
-        lines = [what]
-        for label, text in (("at", at), ("with", seen), ("try", advice)):
+        self.what, self.at, self.seen, self.advice = map(_printable, (what, at, seen, advice))
+        lines = [self.what]
+        for label, text in (("at", self.at), ("with", self.seen), ("try", self.advice)):
             if text:
                 lines.append(f"    {label:<8}" + text.replace("\n", "\n" + " " * 12))
         super().__init__("\n".join(lines))
@@ -50,6 +50,11 @@ class Letter(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:  # letters cross process boundaries whole
         return _rebuild, (type(self), self.parts)
+
+
+def _printable(text: str) -> str:
+    """The text with lone surrogates as escapes: users and files may have them, and no stream takes them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _rebuild(cls: type[Letter], parts: dict[str, Any]) -> Letter:

@@ -9,8 +9,10 @@ from importlib import resources
 
 import jsonschema
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import autopar
 from autopar import Assume, Plan
@@ -153,6 +155,15 @@ _NAMES = st.builds(
 _RECORDS = st.lists(
     st.tuples(st.tuples(_NAMES, _NAMES), st.fixed_dictionaries({"seconds": st.sampled_from([0.0, 1.5])})), max_size=30
 )
+
+
+def test_a_letter_quotes_what_no_stream_can_encode():
+    model, batch = nn.Linear(4, 4), {"input": torch.ones(2, 4)}
+    data = autopar.plan(model, batch, mesh=1).to_dict()
+    next(iter(data["decisions"].values()))["kind"] = "\ud800"
+    with pytest.raises(BadPlan, match=r"a \\ud800") as letter:
+        Plan.from_dict(data).validate(model, batch)
+    assert str(letter.value).encode() and str(letter.value.but(seen="\udfff")).endswith("\\udfff")
 
 
 @settings(max_examples=200, deadline=None)
