@@ -1,7 +1,7 @@
 """Watch the attributes of a model's modules and settings on which its forward may depend.
 
-Watched are numbers, strings, flags, functions, lists and dicts of these, settings, hooks, and which parameters are
-there and tied.
+Watched are numbers, strings, flags, functions, lists and dicts of these, settings, hooks, and which parameters,
+buffers and other tensors are there and tied.
 
     states       every state that the modules have been in has a number, which is part of a situation: in a new state
                  the model is captured again
@@ -31,6 +31,7 @@ from autopar.module.reads import Place, Reads, taking_down
 
 State = tuple[Any, ...]
 Unread = frozenset[tuple[int, int]]
+Ties = dict[int, tuple[Any, ...]]  # id(tensor) -> the first place at which it stands
 
 _MOST_STATES = 16  # that are remembered: one that comes back later is a new one
 _MOST_ENTRIES = 256  # of a list or dict that is watched: tables are longer, and would be looked at in every call
@@ -238,19 +239,19 @@ class Attributes:
             held = []
             for (of, _), keys in zip(self.readers, self.keys.values(), strict=True):
                 held.append(tuple(of.get(key, _GONE) for key in (*keys, keys[0])))
-        first = dict[int, int]()  # of each parameter and buffer, whichever comes: ties are seen
+        first: Ties = {}
         parameters = [
-            None if p is None else (first.setdefault(id(p), len(first)), p.requires_grad, p.dtype)
-            for m in self.modules
-            for p in m._parameters.values()
+            None if p is None else (first.setdefault(id(p), (i, name)), p.requires_grad, p.dtype)
+            for i, m in enumerate(self.modules)
+            for name, p in m._parameters.items()
         ]
         buffers = [
-            None if b is None else (first.setdefault(id(b), len(first)), b.shape, b.dtype, b.requires_grad)
-            for m in self.modules
-            for b in m._buffers.values()
+            None if b is None else (first.setdefault(id(b), (i, name)), b.shape, b.dtype, b.requires_grad)
+            for i, m in enumerate(self.modules)
+            for name, b in m._buffers.items()
         ]
         return (
-            list(map(_as_they_are, held)),
+            [_as_they_are(values, first, h) for h, values in enumerate(held)],
             [[*map(type, values)] for values in held],
             self.layout,
             hooks,
@@ -273,28 +274,28 @@ def _is_lasting(value: Any) -> bool:
     return isinstance(value, _LASTING) or (isinstance(value, tuple) and all(map(_is_lasting, value)))
 
 
-def _as_they_are(values: tuple[Any, ...]) -> list[Any]:
-    return [v if type(v) in _ATOMS or _is_of_atoms(v) else _as_it_is(v) for v in values]
+def _as_they_are(values: tuple[Any, ...], first: Ties, at: int) -> list[Any]:
+    return [v if type(v) in _ATOMS or _is_of_atoms(v) else _as_it_is(v, first, (at, k)) for k, v in enumerate(values)]
 
 
 def _is_of_atoms(value: Any) -> bool:
     return type(value) is tuple and _ATOMS.issuperset(map(type, value))
 
 
-def _as_it_is(value: Any) -> Any:
+def _as_it_is(value: Any, first: Ties, at: tuple[Any, ...]) -> Any:
     """A value that can be compared later, even if the object is changed in place meanwhile.
 
-    A list or dict gives its content; a tensor its type, as its values are read in every call; another object its
-    identity, and the numbers and strings that it holds.
+    A list or dict gives its content; a tensor its type and the place where it stands first, as its values are read in
+    every call; another object its identity, and the numbers and strings that it holds.
     """
     if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
-        return [*value], [_as_it_is(v) for v in value.values()]
+        return [*value], [_as_it_is(v, first, (*at, k)) for k, v in value.items()]
     if isinstance(value, (list, set)) and len(value) <= _MOST_ENTRIES:
-        return type(value), [_as_it_is(v) for v in value]
+        return type(value), [_as_it_is(v, first, (*at, k)) for k, v in enumerate(value)]
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        return first.setdefault(id(value), at), value.shape, value.dtype, value.requires_grad
     if isinstance(value, tuple):
-        return tuple(map(_as_it_is, value))
+        return tuple(_as_it_is(v, first, (*at, k)) for k, v in enumerate(value))
     if _is_lasting(value):
         return value
     inside = getattr(value, "__dict__", None)

@@ -331,6 +331,48 @@ def test_what_made_no_difference_once_is_not_forgotten(cls):
             torch.testing.assert_close(mine.train(train)(x=X), theirs.train(train)(X), rtol=1e-12, atol=1e-14)
 
 
+class Centred(nn.Module):
+    """Two layers with centres of their own, registered, as attributes or in a list; the first may be written."""
+
+    def __init__(self, kind, moves):
+        super().__init__()
+        self.kind, self.moves = kind, moves
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        centres = [torch.full((6,), value, dtype=torch.float64) for value in (0.5, 0.25)]
+        self.many = centres if kind == "in a list" else []
+        for layer, centre in zip(self.layers, centres, strict=True):
+            if kind == "registered":
+                layer.register_buffer("centre", centre)
+            elif kind == "an attribute":
+                layer.centre = centre
+
+    def forward(self, x):
+        first, second = self.many or [layer.centre for layer in self.layers]
+        x = self.layers[0](x) - first
+        if self.moves:
+            first.add_(1.0)
+        return self.layers[1](x) * second
+
+    def hold(self, first, second):
+        if self.many:
+            self.many = [first, second]
+        else:
+            self.layers[0].centre, self.layers[1].centre = first, second
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("kind", ["registered", "an attribute", "in a list"])
+def test_buffers_may_be_tied_and_untied_later(kind, moves):
+    theirs = Centred(kind, moves).double()
+    mine = autopar.autoparallelize(copy.deepcopy(theirs), (X,), mesh=1)
+    for is_tied in (False, True, True, False, True):
+        for model in (mine, theirs):
+            one, other = (torch.full((6,), v, dtype=torch.float64) for v in (0.5, 0.25))
+            model.hold(one, one if is_tied else other)
+        for _ in range(2):
+            torch.testing.assert_close(mine(X), theirs(X), rtol=1e-12, atol=1e-14)
+
+
 def tied():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
     model[1].weight = model[0].weight
