@@ -29,6 +29,7 @@
     before_call         notices that a part of a parallel model is called by itself
     OpOverload          one signature of an op
     by_its_parts        runs a composite op as the ops that it is made of
+    Namespace           the names of a graph's nodes
 
 Parts of torch that are replaced, and not only used, are in `patches.py` and `brief_patches.py`. The joint trace also
 uses `torch.fx.experimental.proxy_tensor`, which has no public name; structures of arguments are those of
@@ -58,10 +59,12 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops import _math_ops
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.graph import _Namespace
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 StridedShard = _StridedShard
+Namespace = _Namespace
 REDUCTIONS = _math_ops  # DTensor's rules of sums and norms
 PendingNorm = _math_ops._NormPartial
 TRACING = threading.RLock()  # one capture or joint trace at a time in a process

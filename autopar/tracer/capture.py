@@ -154,7 +154,7 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
         recorder.hooks.watch(call.root)
         with refusing_higher_order_ops(recorder), captured(recorder), recorder.place.followed(), FunctionMode(recorder):
             with computing_in(call.precision, recorder) as casts:
-                outputs = _forward(dataclasses.replace(call, args=args, kwargs=kwargs))
+                outputs = recorder.program.stack.follow(_forward, dataclasses.replace(call, args=args, kwargs=kwargs))
             recorder.changes.notice()
         outputs, dropped = without_caches(outputs)
         learn_dataclasses(outputs)
@@ -163,6 +163,7 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
         tensors = [leaf for leaf in output_leaves if isinstance(leaf, Tensor)]
         updates = recorder.changes.updates(leaves)
         recorder.add_output([*tensors, *(t for _, _, t in updates)])
+    recorder.program.arrange()
     sink(casts)
     names = output_names(outputs, call.loss is not None)
     named = [n for n, leaf in zip(names, output_leaves, strict=True) if isinstance(leaf, Tensor)]

@@ -32,6 +32,7 @@ _RUN_ON_SHAPES = (
 )
 _RUN_WHAT_THE_MODEL_RUNS = (
     "_run",
+    "follow",
     "_forward",
     "_loss_of",
     "execute",
