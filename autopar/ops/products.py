@@ -14,9 +14,31 @@ from torch import Tensor
 from autopar.ops.entry import INTENSITY, OPS, Op, T, each, op
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.spelling import NAMES, parse, whole_dims
-from autopar.runtime.private import grouped_mm
+from autopar.runtime.private import grouped_mm as private_grouped_mm
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import local_shape
+
+
+def grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Products of groups of rows, each with a matrix of its own.
+
+    The kernels take matrices whose rows are whole numbers of 16 bytes. On a device a row may be a part of such a row:
+    it is filled up with zeros.
+    """
+    unit = 16 // mat_a.element_size()
+    inner, width = (-n % unit for n in mat_b.shape[-2:])
+    if (inner or width) and mat_a.dim() == 2 and mat_b.dim() == 3:
+        filled = F.pad(mat_a, (0, inner)), F.pad(mat_b, (0, width, 0, inner))
+        whole = F.grouped_mm(*filled, offs=offs, bias=bias, out_dtype=out_dtype)
+        return whole[:, : mat_b.shape[-1]].contiguous()
+    return F.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
 def einsum(equation: str, operands: Sequence[Any]) -> Tensor:
@@ -284,9 +306,10 @@ op(
 )
 op(
     "grouped_mm",
-    F.grouped_mm,
+    grouped_mm,
     "mat_a:T, mat_b:T, *, offs:T=None, bias:T=None, out_dtype=None",
-    (grouped_mm, "mat_a, mat_b, offs=None, bias=None, out_dtype=None"),
+    F.grouped_mm,
+    (private_grouped_mm, "mat_a, mat_b, offs=None, bias=None, out_dtype=None"),
     rule="s! k, e! k n, e!, e! n -> s! n",
     linear="x+u, y+u",
     keeps="mat_a mat_b offs",

@@ -5,7 +5,7 @@
     unwatched           hides it from hooks on what autograd saves
     FakeTensor, ...     tensors without values, and the mode that makes them
     TorchDispatchMode   sees every op that runs inside it
-    TO_COPY, UNSAFE_VIEW, GROUPED_MM, ASSERTIONS, ...    ops and functions that have no public name
+    TO_COPY, UNSAFE_VIEW, ASSERTIONS, ...    ops and functions that have no public name
     ThreadedRanks       ranks as threads (torch's own tests use it)
     LocalTensorMode     one process that plays all ranks
     plays_all_ranks     whether it does, here and now
@@ -53,7 +53,7 @@ from torch._functorch import config as functorch_config
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation_manager
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.distributed.tensor import DTensor
@@ -75,7 +75,6 @@ TO_COPY = torch.ops.aten._to_copy.default  # x.to(dtype), below autograd
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its schema says fresh; it shows its operand's memory
 ctc_loss, ctc_loss_backward = torch.ops.aten._ctc_loss, torch.ops.aten._ctc_loss_backward
 standard_gamma_grad, dirichlet_grad = torch.ops.aten._standard_gamma_grad, torch.ops.aten._dirichlet_grad
-GROUPED_MM = torch.ops.aten._grouped_mm.default
 ASSERTIONS = (torch._assert, torch._assert_async)
 # functions over lists of tensors, by their names for one
 FOREACH = {name.removeprefix("_foreach_"): getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")}
@@ -95,6 +94,34 @@ without_torch_functions = torch._C.DisableTorchFunction  # a context in which no
 without_subclass_functions = torch._C.DisableTorchFunctionSubclass
 without_modes = _disable_current_modes  # a context in which no mode sees anything
 is_transform_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp
+
+
+class FakeTensorMode(_FakeTensorMode):
+    """Torch's fake mode, with grouped products in all dtypes for which there are kernels.
+
+    Torch's own rule knows bfloat16 alone.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            return grouped_mm_on_fakes(*args, **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs or {})
+
+
+def grouped_mm_on_fakes(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
+        raise RuntimeError(f"Expected Float32, BFloat16 or Float16 matrices, got {a.dtype} and {b.dtype}")
+    shape: tuple[int, ...]
+    if a.dim() == 2 and b.dim() == 3:
+        shape = (a.shape[0], b.shape[-1])
+    elif a.dim() == 3:
+        shape = (*b.shape[:-2], a.shape[-2], b.shape[-1])
+    else:
+        assert offs is not None
+        shape = (offs.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ from autopar.graph.graph import TensorType, info
 from autopar.ops.entry import OPS
 from autopar.ops.lookup import functional, lookup
 from autopar.runtime.private import (
-    GROUPED_MM,
     TO_COPY,
     FakeTensor,
     FakeTensorMode,
@@ -78,8 +77,6 @@ class DispatchMode(FakeTensorMode):
 
     def fake(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op on fake tensors."""
-        if function in _LENIENT:
-            return _LENIENT[function](*args, **kwargs)
         kind = _nature(function).result
         if kind == "view" and type(args[0]) is FakeTensor:
             with in_kernel_invocation_manager(self):
@@ -194,24 +191,6 @@ def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         return None
     return (type(value), value)
-
-
-def _grouped_mm(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """Fake result of a grouped matrix product, for more dtypes than the bfloat16 of torch's own rule."""
-    shape: tuple[int, ...]
-    if a.dim() == 2 and b.dim() == 3:
-        shape = (a.shape[0], b.shape[-1])
-    elif a.dim() == 3:
-        shape = (*b.shape[:-2], a.shape[-2], b.shape[-1])
-    else:
-        assert offs is not None
-        shape = (offs.shape[0], a.shape[0], b.shape[1])
-    return a.new_empty(shape, dtype=out_dtype or a.dtype)
-
-
-_LENIENT: dict[Any, Callable[..., Tensor]] = {GROUPED_MM: _grouped_mm}
 
 
 _CONSTANTS = (torch.ops.aten.lift_fresh.default, TO_COPY)  # of a real tensor, or of a number

@@ -37,13 +37,15 @@ _RUN_WHAT_THE_MODEL_RUNS = (
     "_loss_of",
     "execute",
     "fake",
+    "dispatch",
+    "grouped_mm_on_fakes",
     "assertion",
     "original",
     "__torch_dispatch__",
     "__torch_function__",
 )
-_CALL_TORCH = ("execute", "fake", "assertion")  # functions that call what the model calls, with nothing between
-
+# functions that call what the model calls, with nothing between, or stand for it
+_CALL_TORCH = ("execute", "fake", "dispatch", "grouped_mm_on_fakes", "assertion")
 
 _IN_FORWARD_MODE = "elem.device.type must be 'meta'"  # torch says so of a tangent
 

@@ -340,6 +340,6 @@ def test_processes_of_other_hash_seeds_hold_one_graph_of_each_family():
         )
         for seed in ("0", "1", "2", "5")
     ]
-    said = {process.communicate(timeout=300)[0] for process in running}
+    said = {process.communicate(timeout=900)[0] for process in running}
     assert all(process.returncode == 0 for process in running) and len(said) == 1
     assert len(said.pop().splitlines()) == 7
