@@ -149,12 +149,13 @@ class Order:
             code = _read(invocation.code)
             around = [loop for loop in code.loops if loop.contains(at) and loop.is_inside(within)]
             loop, *inner = around or (Loop(at, at),)
-            is_of_one_call = called is before[1] or any(other.contains(before[0]) for other in inner)
+            goes_on = called is before[1] or (at > before[0] and not code.may_skip(before[0], at))
+            may_go_on = at > before[0] or any(other.contains(before[0]) for other in inner)
             if not loops or loops[-1][0] != loop:
                 loops.append((loop, [[[op]]]))
-            elif is_of_one_call or (at > before[0] and not code.may_skip(before[0], at)):
+            elif goes_on:
                 loops[-1][1][-1][-1].append(op)
-            elif at > before[0]:
+            elif may_go_on:
                 loops[-1][1][-1].append([op])
             else:
                 loops[-1][1].append([[op]])

@@ -133,6 +133,18 @@ def of_two_loops(m, x):
     return read(found, x)
 
 
+def of_a_loop_inside(m, x):
+    found = {}
+    for name in m.order:
+        y = x
+        for step in range(NAMES.index(name) + 1):
+            y = m.parts[name](y) if step else torch.sin(y)
+        if name != "b":
+            y = y + torch.exp(x)
+        found[name] = y
+    return read(found, x)
+
+
 def of_layers_with_a_walk_each(m, x):
     for _ in range(3):
         found = {name: m.parts[name](x).sin() for name in m.order}
@@ -179,6 +191,7 @@ WALKS = (
     of_a_map,
     of_a_set_that_shrinks,
     of_two_loops,
+    of_a_loop_inside,
     of_layers_with_a_walk_each,
     of_draws,
     of_checkpoints,
