@@ -30,7 +30,7 @@ from autopar.sharding.costs import collective_seconds
 from autopar.sharding.notation import Binding, Cut
 from autopar.sharding.placement import largest_local_shape, local_elements, part
 from autopar.sharding.strategies import Choice, values
-from autopar.space.product_roles import multiplied, roles_of
+from autopar.space.product_roles import groups_of_rows, multiplied, roles_of
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
 from autopar.space.traffic import Chains, Traffic, alone, groups_of, is_fused, relieved_of
@@ -63,6 +63,13 @@ class Chosen:
     @property
     def trained(self) -> list[TensorType]:
         return [t for t in self.operands if t.requires_grad]
+
+    @property
+    def loops(self) -> list[str]:
+        """The factors over which a product loops, each point of which takes its FLOPs; all factors of other ops."""
+        product = facts_of(self.op).flops
+        unlooped = product[1] if product else ""
+        return [f for f in (self.binding.sizes if self.binding else ()) if not re.fullmatch(unlooped, f)]
 
     def is_broadcast(self, operand: TensorType) -> bool:
         """Whether an operand has fewer elements than the result of its op."""
@@ -173,7 +180,7 @@ class OpSeconds:
         if kernel.matrices is None:
             return [(count, kernel)]
         assert chosen.binding is not None
-        ways = zip(multiplied(chosen.binding), kernel.matrices.gradients, strict=True)
+        ways = zip(multiplied(chosen.binding, chosen.loops), kernel.matrices.gradients, strict=True)
         return [(1, replace(kernel, matrices=way)) for k, way in ways if chosen.operands[k].requires_grad]
 
     def _factors(self, chosen: Chosen, kernel: Kernel) -> Sequence[tuple[int, Kernel]]:
@@ -204,7 +211,7 @@ class OpSeconds:
         return Kernel(
             () if is_in_chain else names,
             chosen.outputs[0].dtype,
-            amounts.work * self._computed(chosen) if facts.heads else amounts.work,
+            amounts.work * self._computed(chosen) * self._seen(chosen, name, as_cut) if facts.heads else amounts.work,
             amounts.moved,
             amounts.moved_back,
             starts=amounts.starts,
@@ -250,9 +257,23 @@ class OpSeconds:
         """The heads of an attention, and the share of scores that is computed."""
         is_causal = name.endswith(" causal")
         cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
-        # the last part of causal attention sees nearly all keys
+        # of queries that are cut, the amount of work says already what is computed
         share = np.where(cut | (not is_causal), 1.0, 0.5)
         return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
+
+    def _seen(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None) -> np.ndarray | float:
+        """The share of its keys that the last of several parts of a causal attention's queries sees, by choice."""
+        if as_cut is None or not name.endswith(" causal"):
+            return 1.0
+        queries, keys = (chosen.operands[k].shape[-2] for k in (0, 1))
+        held = self._lengths(chosen, 0, -2)
+
+        def pairs(rows: np.ndarray | int) -> np.ndarray:
+            """Pairs of queries and keys in the first rows, each of which sees the keys up to its own place."""
+            inside: np.ndarray = np.minimum(rows, keys)
+            return inside**2 / 2 + (rows - inside) * keys
+
+        return np.where(as_cut[1], (pairs(queries) - pairs(queries - held)) / (held * keys), 1.0)
 
     def _beside(self, chosen: Chosen, name: str, tensors: int) -> Kernel:
         """A kernel, timed under `name`, that reads and writes `tensors` tensors of the result's size."""
@@ -268,20 +289,20 @@ class OpSeconds:
         op, binding = chosen.op, chosen.binding
         if binding is None or not (facts_of(op).counts or binding.inside):
             return None
-        # the last part of causal attention sees nearly all keys: it takes as long as without a mask
+        # the last part of causal attention sees most keys: a pair of a query and a key takes as long as without a mask
         as_cut = op if name == f"{op} causal" else f"{op} cut"
         return as_cut, np.array([any(_goes_beyond(op, binding, s.cut) for s in c.strategies) for c in chosen.choices])
 
     def _amounts(self, chosen: Chosen) -> Amounts:
         """The work and traffic of the op's kernel, by choice."""
         sizes = chosen.binding.sizes if chosen.binding else {}
-        product = facts_of(chosen.op).flops
-        per_point, unlooped = product or (1.0, "")
-        loops = [f for f in sizes if not re.fullmatch(unlooped, f)]
+        product, loops = facts_of(chosen.op).flops, chosen.loops
+        per_point = product[0] if product else 1.0
         is_product = product is not None and chosen.binding is not None
-        roles = None
+        roles, groups = None, list[str]()
         if is_product and chosen.binding is not None and not facts_of(chosen.op).heads:
             roles = roles_of(chosen.binding, loops)
+            groups = groups_of_rows(chosen.binding, loops) if roles is not None else groups
         traffic = self.traffic(chosen.node, chosen.given)
         count = len(chosen.choices)
         points, moved, back, matrices = np.empty(count), np.empty(count), np.empty(count), np.empty((4, count))
@@ -298,6 +319,8 @@ class OpSeconds:
                 back[i] = moved[i]
                 if roles is not None:
                     matrices[:, i] = [_product(local, factors) for factors in roles]
+                    count_of = _product(local, groups)  # of groups, each a product of its own with its share of rows
+                    matrices[:2, i] *= count_of, 1 / count_of
             else:
                 points[i] = max(held, default=0)
         starts = traffic.starts, traffic.starts_back

@@ -9,11 +9,11 @@ from autopar.sharding.notation import Binding, Dim
 BATCH, ROWS, COLUMNS, SUMS = range(4)
 
 
-def multiplied(binding: Binding) -> tuple[int, ...]:
-    """Indices of the operands that are multiplied with each other: those that share a summed factor."""
+def multiplied(binding: Binding, loops: Sequence[str]) -> tuple[int, ...]:
+    """Indices of the operands that are multiplied with each other: those that share a summed factor of the loops."""
     operands, left = _operands(binding), _made(binding)
     summed = set[str]()
-    for factor in set().union(*operands) - left:
+    for factor in set(loops) - left:
         if sum(factor in operand for operand in operands) > 1:
             summed.add(factor)
     return tuple(k for k, operand in enumerate(operands) if operand & summed)
@@ -21,7 +21,7 @@ def multiplied(binding: Binding) -> tuple[int, ...]:
 
 def roles_of(binding: Binding, loops: Sequence[str]) -> tuple[list[str], ...] | None:
     """The factors of a product of two matrices, by role; None for any other op."""
-    two = multiplied(binding)
+    two = multiplied(binding, loops)
     if len(two) != 2:
         return None
     operands, made = _operands(binding), _made(binding)
@@ -36,6 +36,12 @@ def roles_of(binding: Binding, loops: Sequence[str]) -> tuple[list[str], ...] | 
             role = BATCH if factor in left else COLUMNS
         roles[role].append(factor)
     return roles
+
+
+def groups_of_rows(binding: Binding, loops: Sequence[str]) -> list[str]:
+    """The factors of a product's right matrix by which rows of the left one are grouped: each row meets one of them."""
+    _, right = multiplied(binding, loops)
+    return sorted(_operands(binding)[right] - set(loops) - _made(binding))
 
 
 def _operands(binding: Binding) -> list[set[str]]:

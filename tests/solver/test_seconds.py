@@ -247,3 +247,57 @@ def test_windows_of_a_convolution_that_lie_apart_have_a_time_of_their_own():
         cluster = replace(peaks("h100-8x1"), timed=timed)
         plan = autopar.plan(model, (torch.randn(2, 3, 9, 9),), mesh=1, cluster=cluster, memory_budget="inf")
         assert seconds_of(plan, "conv2d") == pytest.approx(7.0)
+
+
+class _Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 4096, 3584, dtype=torch.bfloat16))
+
+    def forward(self, x, offs):
+        return nn.functional.grouped_mm(x, self.weight, offs=offs)
+
+
+def test_a_grouped_product_is_no_faster_than_the_products_of_its_groups():
+    """131,072 rows of 8 experts: no rate that products of this part were measured to reach is passed."""
+    with torch.device("meta"):
+        model = _Grouped()
+        x = torch.empty(131072, 4096, dtype=torch.bfloat16, requires_grad=True)
+        offs = torch.empty(8, dtype=torch.int32)
+    plan = autopar.plan(model, (x, offs), mesh=1, cluster="h100-8x1", optimizer="sgd", memory_budget="inf")
+    reached = 3 * 2 * 131072 * 4096 * 3584 / seconds_of(plan, "grouped_mm")
+    assert 0.9 * 712e12 < reached < 712e12
+
+
+class _Attention(nn.Module):
+    def forward(self, q, k, v):
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class _Causal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = _Attention()
+
+    def forward(self, q, k, v):
+        return self.inner(q, k, v).square().mean()
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_cut_queries_take_as_long_as_the_pairs_that_the_last_part_sees(devices):
+    """Counted pair by pair: each query sees the keys up to its own place."""
+    length = 4096
+    with torch.device("meta"):
+        given = tuple(torch.empty(1, 8, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    how = dict(cluster=peaks("h100-8x1"), optimizer="sgd", memory_budget="inf")
+    one = seconds_of(autopar.plan(_Causal(), given, mesh=1, **how), "attention")
+    plan = autopar.plan(_Causal(), given, mesh=devices, constraints={"q": "S(2)@0", "inner": "S(2)@0"}, **how)
+    last = range(length - length // devices, length)
+    seen, whole = sum(row + 1 for row in last), length * length / 2
+    assert seconds_of(plan, "attention") / one == pytest.approx(seen / whole, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["h100-8x2", "h200-8x2"])
+def test_an_all_to_all_reaches_no_more_than_its_links_were_measured_to(name):
+    for link, gathered in zip(Cluster.of(name).links, (365e9, 47e9), strict=True):
+        assert link.wire("all_to_all") <= gathered < link.bytes_per_s
