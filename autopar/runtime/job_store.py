@@ -9,6 +9,7 @@ RollCall    which ranks have come: one operation to come, and one for every 30 r
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,15 +63,22 @@ def await_key(store: Any, name: str, seconds: float) -> bool:
     """Wait until an entry is there; returns whether it is. Raises where the store does not answer.
 
     The server answers as soon as it is: nobody asks again meanwhile, and torch logs a wait only if its time runs out.
+    The wait is another thread's, as torch's own lets no signal of Python through until it ends.
     """
-    end = time.monotonic() + seconds
-    try:
-        store.wait([name], timedelta(seconds=max(seconds, _TICK_S)))  # 0 is without end
-    except RuntimeError:
-        if time.monotonic() < end - _TICK_S:
-            raise
-        return False
-    return True
+    end, errors = time.monotonic() + seconds, list[RuntimeError]()
+
+    def wait() -> None:
+        try:
+            store.wait([name], timedelta(seconds=max(seconds, _TICK_S)))  # 0 is without end
+        except RuntimeError as e:
+            errors.append(e)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join()
+    if errors and time.monotonic() < end - _TICK_S:
+        raise errors[0]
+    return not errors
 
 
 class RollCall:

@@ -6,6 +6,8 @@ Ranks are threads of one process, each with a standing of its own, and share a s
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 
@@ -200,3 +202,20 @@ def test_a_group_made_again_on_the_same_store_has_entries_of_its_own(monkeypatch
             job_store.connection()
             names.append(job_store.key("x"))
     assert names[0] == names[1] != names[2] == names[3]
+
+
+def test_a_rank_that_waits_hears_signals():
+    """Ctrl-C ends a job of which a rank is late, and not only when the wait does."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    store, late = dist.HashStore(), threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    late.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            job_store.await_key(store, "never", 60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        store.set("never", "")  # ends the wait that is left
