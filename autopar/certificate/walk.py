@@ -295,7 +295,7 @@ class _Walk:
         if is_body_known(target):
             return self._as_its_body(node, call)
         if str(target) in VIEWS:
-            return self._view(target, call, self.interface.comes_of(node))
+            return self._view(node, call)
         return self._typed(target, call)
 
     def _as_its_body(self, node: fx.Node, call: TypedCall) -> Any:
@@ -315,13 +315,18 @@ class _Walk:
             self.found._known[key] = made if len(made) != 1 else made[0]
         return self.found._known[key]
 
-    def _view(self, target: Any, call: TypedCall, op: str) -> Type:
-        """Type of a view; a doubtful one that undoes an earlier view of its op gets that view's operand type."""
-        x = call.args[0]
+    def _view(self, node: fx.Node, call: TypedCall) -> Type:
+        """Type of a view; a doubtful one that undoes an earlier view of its op gets that view's operand type.
+
+        Ops that take the same view of a value share it, so that its shape may be one that any of them makes inside.
+        """
+        x, op = call.args[0], self.interface.comes_of(node)
         leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # what is cut or repeated
         wholes = tuple(self.interface.wholes.get(op, ())) if leaves_doubt else ()
-        inside = self.interface.inside(op) if wholes and self.interface.looks_inside else ()
-        made: Type = self._typed(target, call, wholes, inside)
+        looks = wholes and self.interface.looks_inside
+        ops = dict.fromkeys((op, *map(self.interface.comes_of, node.users))) if looks else ()
+        inside = tuple(shape for one in ops for shape in self.interface.inside(one))
+        made: Type = self._typed(node.target, call, wholes, inside)
         views = self.found._viewed.setdefault(op, [])
         if made.open == x.open:
             if op:

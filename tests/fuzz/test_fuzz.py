@@ -68,6 +68,11 @@ def test_random_modules_of_uneven_parameters_compute_the_same(first):
     assert fuzz_uneven(range(first, first + AT_ONCE))
 
 
+def test_a_view_that_two_ops_share_is_not_refused():
+    """Its shape is one that the second op makes inside."""
+    assert fuzz_uneven([146]) == 1
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(UNEVEN, UNEVEN + 375, 25))
 def test_three_hundred_of_uneven_parameters_compute_the_same(first):
