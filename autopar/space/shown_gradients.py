@@ -112,7 +112,7 @@ class _Builder:
             for result, (value, edges, until) in each:
                 carries = 0.0
                 if until == longest and result not in parts:
-                    carries, longest = type_of(result).nbytes / max(1, type_of(value).nbytes), -1
+                    carries, longest = type_of(result).nbytes / type_of(value).nbytes, -1
                 self._add(found, op, result, value, edges, until, carries)
                 if not carries:
                     parts.add(value)
