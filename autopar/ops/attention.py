@@ -71,17 +71,19 @@ def kept(call: OpCall, kind: str) -> Line:
     dropped = call.arguments.get("dropout_p", 0.0)
     if dropped and kind == "emitted":
         # what the products read, laid out anew, the weights, those that are left, and the mask
-        return Line.of("", **{kind: "3*points*itemsize + pairs*(2*itemsize + 1)"})
+        return Line((), ((kind, "3*points*itemsize + pairs*(2*itemsize + 1)"),))
     is_wide = query.shape[-1] > 256 and kind == "cuda"
     if (dropped and kind == "cpu") or (is_wide and query.dtype == "float32"):
         return Line.of("query key value", **{kind: "pairs*itemsize" + ("*2" if dropped else "")})
     # a mask of truth values is turned into numbers of the query's dtype, anew in each call
     is_truth = mask is not None and mask.dtype == "bool"
+    formula = "4*rows" if kind == "cuda" else "rows*accumulate"
+    if is_truth:
+        formula += " + mask*itemsize"
     values = "query key value out"
     if mask is not None and not is_truth:
         values += " attn_mask"
-    line = Line.of(values, **{kind: "4*rows" if kind == "cuda" else "rows*accumulate"})
-    return line.beside("attn_mask", kind, "mask*itemsize") if is_truth else line
+    return Line.of(values, **{kind: formula})
 
 
 def timed(arguments: Mapping[str, Any]) -> str:

@@ -47,8 +47,8 @@ class EdgePieces:
         self.bytes = bytes_
         self.reach = dict(lifetimes.reach)  # of each memory the last time until which it is counted so far
         self.found: list[Piece] = []
-        # of each memory the time until which it is counted, and who reads values on it: (edge, bytes, its part of time)
-        self.read: dict[int, tuple[int, list[tuple[int, np.ndarray, int, int]]]] = {}
+        # of each value that is all of its memory: the time until which that is counted, and (edge, bytes, its part)
+        self.read: dict[fx.Node, tuple[int, list[tuple[int, np.ndarray, int, int]]]] = {}
         # of each form of a parameter that several read: (edge, bytes before it is reduced over those behind, backward)
         self.uses: dict[fx.Node, list[tuple[int, np.ndarray, int]]] = {}
 
@@ -96,15 +96,15 @@ class EdgePieces:
         else:
             kind = "saved activations" if needed >= self.clock.n else "transients"
             self._put(kind, passage, bytes_.made, now, needed)
-        # a part of a memory keeps all of it, a value that is broadcast no more than that
-        kept = self.bytes.scaled(bytes_.kept, lifetimes.whole.get(memory, type_.nbytes) / max(1, type_.nbytes))
-        before, rows = self.read.setdefault(memory, (reach, []))
-        if itself > before and self.bytes.is_any(kept):
-            rows.append((index, kept, reach + 1, itself))
+        is_whole = type_.nbytes == lifetimes.whole.get(memory)
+        before, rows = self.read.setdefault(value, (reach, []))
+        if is_whole and itself > before and self.bytes.is_any(bytes_.kept):
+            rows.append((index, bytes_.kept, reach + 1, itself))
         if itself > reach:  # where it arrives as it is, its memory stays so long
             kind = "saved activations" if itself >= self.clock.n else "transients"
-            self._put(kind, passage, kept, reach + 1, itself)
-            self.reach[memory] = itself
+            self._put(kind, passage, bytes_.kept, reach + 1, itself)
+            if is_whole:
+                self.reach[memory] = itself
         if taker in self.clock.at and type_.requires_grad:
             if value in self.owners:
                 self._gradient_of_parameter(passage)

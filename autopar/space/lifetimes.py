@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,11 +9,8 @@ import torch.fx as fx
 
 from autopar.graph import walks
 from autopar.graph.graph import Graph, info, type_of
-from autopar.graph.layers import innermost_block
-from autopar.graph.nodes import tensor_operands
-from autopar.space.backward_kernels import Backward, Held, backwards
 from autopar.space.parameter_values import ParameterValues
-from autopar.space.saved import kept_by, layouts, owners
+from autopar.space.saved import freed_first, kept_by, layouts, owners
 from autopar.space.traffic import Group
 
 
@@ -68,32 +64,23 @@ class Lifetimes:
     ) -> None:
         self.clock = clock
         self.parameters = parameters
-        # the memory of each value; those that are not contiguous; and how they lie
-        self.memory, self.turned, self.lies = layouts(graph)
+        self.memory, self.turned = layouts(graph)  # the memory of each value; and those that are not contiguous
         owner = owners(graph, self.memory)
         self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
         self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
         self.users = {n: readers(n) for n in graph.nodes}
         self.outputs = {n: walks.results(n) for n in graph.nodes}  # of an op, the values that it gives
         self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward
-        self.besides: dict[fx.Node, tuple[Held, ...]] = {}  # and what it makes besides
-        # the values of these that its backward frees before it is fullest
-        self.freed_first: dict[fx.Node, frozenset[fx.Node]] = {}
-        # the backward of ops that run in kernels of their own
-        self.backward = {op: back for op, back in backwards(graph, self.lies, kind).items() if op not in groups}
+        self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides
+        # the value of these that its backward frees before it makes as much
+        self.freed_first: dict[fx.Node, fx.Node] = {}
         self.inner = frozenset(op for op, group in groups.items() if group.is_inner)  # their values are in no memory
         self.runs_with = {op: group.last for op, group in groups.items()}  # the ops in whose kernels these run
         for op in clock.ops:
-            back = self.backward.get(op)
-            own = (groups[op].kept(op), ()) if op in groups else kept_by(op, kind, emitted=True, backward=back)
-            self.keeps[op], self.besides[op] = set(own[0]), own[1]
-        for op, back in self.backward.items():
-            self.freed_first[op] = self._freed(op, back)
-        # of each op the first one of those that are traced with it: there gradients that came from others are added
-        self.begins: dict[int, int] = {}
-        for _, several in itertools.groupby(clock.ops, lambda op: innermost_block(info(op).module)):
-            alike = [clock.at[op] for op in several]
-            self.begins.update(dict.fromkeys(alike, alike[0]))
+            kept, self.besides[op] = kept_by(op, kind, emitted=True) if op not in groups else (groups[op].kept(op), 0)
+            self.keeps[op] = set(kept)
+            if op not in groups and (first := freed_first(op)) in self.keeps[op]:
+                self.freed_first[op] = first
         # of each value of an op, the last time at which it is needed as it is: by an op of the forward, or by its own
         # op's backward
         made = [value for value in graph.nodes if info(value).kind in ("op", "part")]
@@ -103,17 +90,6 @@ class Lifetimes:
         self.taken_over = frozenset(self._taken_over(graph, groups))  # memories that gradients of values take
         self._needed: dict[fx.Node, int] = {}
         self._last_uses: dict[fx.Node, int] = {}
-
-    def _freed(self, op: fx.Node, back: Backward) -> frozenset[fx.Node]:
-        """Operands that the backward of an op frees before it is fullest: no later backward reads them."""
-        operands, at = tensor_operands(op), self.clock.at
-        ends = set[int]()
-        for place, value in enumerate(operands):
-            others = [u for u in self.users[value] if u in at and u is not op and value in self.keeps[u]]
-            stays = value in self.keeps.get(_producer(value), ()) or info(value).kind in ("input", "buffer")
-            if value in self.keeps[op] and not stays and all(at[u] > at[op] for u in others):
-                ends.add(place)
-        return frozenset(operands[k] for k in back.freed(ends))
 
     def _end(self, value: fx.Node) -> int:
         op = _producer(value)
@@ -143,7 +119,7 @@ class Lifetimes:
         """The last time at which an op or its own backward needs a value."""
         if value not in self.keeps[op]:
             return self.clock.at[op]
-        return self.clock.back(self.runs_with.get(op, op)) - (value in self.freed_first.get(op, ()))
+        return self.clock.back(self.runs_with.get(op, op)) - (self.freed_first.get(op) is value)
 
     def last_use(self, value: fx.Node) -> int:
         """The index of the last op that reads a value in forward, views included: there its gradient begins."""
@@ -180,35 +156,6 @@ class Lifetimes:
         is_direct = gives == [op] and is_once and op not in self.runs_with and not self.views(op, value)
         return is_direct and not self.is_view[value]
 
-    def sums(self, value: fx.Node) -> Iterator[tuple[int, int]]:
-        """First and last times of gradients that lie beside the one that the last of several uses gives.
-
-        A gradient is added where it comes. Those that ops of another block give are added up apart, and added to the
-        others where the backward of that block ends.
-        """
-        mirrored, begins, uses = self.clock.mirrored, self.begins, self._uses(value)
-        for use, later in zip(uses[-2::-1], uses[:0:-1], strict=True):
-            yield mirrored(use), mirrored(use if begins[use] == begins[later] else begins[use])
-
-    def apart(self, value: fx.Node, op: fx.Node) -> int | None:
-        """The time until which the gradient that one of several uses gives lies as it comes; None: it is added there.
-
-        That is where another use of its block gives one, or the backward of the block ends.
-        """
-        uses, at, begins = self._uses(value), self.clock.at[op], self.begins
-        if not self.is_view[value] or any(at < use and begins[use] == begins[at] for use in uses):
-            return None
-        before = [use for use in uses if use < at and begins[use] == begins[at]]
-        return self.clock.mirrored(before[-1] if before else begins[at])
-
-    def is_added(self, value: fx.Node, op: fx.Node) -> bool:
-        """Whether the gradient that an op gives a value is added at once to what later uses gave."""
-        return len(self._uses(value)) > 1 and self.apart(value, op) is None
-
-    def _uses(self, value: fx.Node) -> list[int]:
-        """The indices of the ops that read a value and give it a gradient."""
-        return sorted({self.clock.at[u] for u in self.users[value] if u in self.clock.at and _gives_gradient(u)})
-
     def first_use(self, value: fx.Node) -> int:
         """The index of the first op that reads a value in forward, through ops that hand it on to one reader.
 
@@ -238,10 +185,6 @@ class Lifetimes:
 def readers(value: fx.Node) -> list[fx.Node]:
     """The ops that read a value, and the output node where it leaves the graph."""
     return [u for u in value.users if info(u).kind in ("op", "output")]
-
-
-def _gives_gradient(op: fx.Node) -> bool:
-    return any(t.requires_grad for t in info(op).outputs)
 
 
 def _producer(value: fx.Node) -> fx.Node:

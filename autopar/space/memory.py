@@ -25,7 +25,6 @@ from autopar.space.timeline import Passages
 
 if TYPE_CHECKING:
     from autopar.space.conversion_bytes import Temporaries
-    from autopar.space.shown_gradients import ShownGradients
     from autopar.space.space import Edge
 
 KINDS = (
@@ -90,7 +89,6 @@ class Memory:
     passages: Passages = field(default_factory=Passages)  # which values share memory, for recompute
     readers: tuple[Readers, ...] = ()  # of values that several read
     merged: tuple[Merged, ...] = ()  # of parameters that several read
-    shown: ShownGradients | None = None  # gradients that lie in the memory of others
     temporaries: Temporaries | None = None  # of conversions
 
     @property
@@ -125,9 +123,6 @@ class Memory:
             if over and len({int(flows[at[1]]) for flows, at in zip(merged.arrives, places, strict=True)}) == 1:
                 for begin, last in merged.spans:
                     yield over, begin, last
-
-        if self.shown is not None:
-            yield from self.shown.missing(place)
 
     def held(self, picked: Sequence[int], edges: Sequence[Edge]) -> dict[str, np.ndarray]:
         """Bytes at every time, by kind, under the picked choices."""
