@@ -12,9 +12,15 @@ from autopar.graph.graph import TensorType
 from autopar.ops.entry import OPS, rule_of
 from autopar.sharding.placement import P, R, S
 from autopar.sharding.strategies import strategies_on_one_axis
-from tests.ops.proof import spread
+from autopar.space import trial
 
 SIZES = (2, 3, 4, 6, 12)
+
+RANDOM = torch.Generator().manual_seed(0)
+
+
+def spread(tensor, placement, n):
+    return trial.spread(tensor, placement, n, RANDOM)
 
 
 @st.composite

@@ -286,9 +286,9 @@ class _Causal(nn.Module):
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_cut_queries_take_as_long_as_the_pairs_that_the_last_part_sees(devices):
     """Counted pair by pair: each query sees the keys up to its own place."""
-    length = 4096
+    length = 65536  # the starts of kernels do not count
     with torch.device("meta"):
-        given = tuple(torch.empty(1, 8, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        given = tuple(torch.empty(1, 1, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     how = dict(cluster=peaks("h100-8x1"), optimizer="sgd", memory_budget="inf")
     one = seconds_of(autopar.plan(_Causal(), given, mesh=1, **how), "attention")
     plan = autopar.plan(_Causal(), given, mesh=devices, constraints={"q": "S(2)@0", "inner": "S(2)@0"}, **how)
