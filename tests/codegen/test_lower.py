@@ -157,12 +157,13 @@ def test_llama_blocks_compute_what_one_device_computes(pins, threads):
 
 
 def test_sharded_storage_gathers_again_in_backward():
+    """In windows of a block, of which all but the first begin ahead."""
     joint = lowered("sharded").joint
-    assert collectives(joint.forward) == {"all_gather_bucket": 1, "all_reduce": 1}
-    (together,) = (n for n in joint.forward.nodes if n.target is STEPS["all_gather_bucket"])
-    assert len(together.args[0]) == 14
-    backward = collectives(joint.backward)
-    assert backward == {"begin_reduce_scatter": 1, "all_gather_bucket": 1}
+    assert collectives(joint.forward) == {"all_gather_bucket": 1, "begin_all_gather": 2, "all_reduce": 1}
+    (first,) = (n for n in joint.forward.nodes if n.target is STEPS["all_gather_bucket"])
+    ahead = [n for n in joint.forward.nodes if n.target is BEGIN["all_gather"]]
+    assert [len(first.args[0]), *(len(n.args[0].args[0]) for n in ahead)] == [6, 6, 2]
+    assert collectives(joint.backward) == {"begin_reduce_scatter": 1, "begin_all_gather": 2}
     (bucket,) = (n for n in joint.backward.nodes if n.target is BEGIN["reduce_scatter"])
     assert len(bucket.args[0].args[0]) == 14
     saved = [n.meta["val"].shape for n in joint.forward.output_node().args[0][1:]]
