@@ -27,7 +27,14 @@ from autopar.sharding.strategies import Strategy
 DEVICES = (2, 3)
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)  # of ops, on operands they cannot take
 # relative to the largest number compared; dtypes that are not named compare exactly
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
 
 Shape = tuple[int, ...]
 Placements = tuple[Placement, ...]
@@ -129,7 +136,7 @@ class Devices:
             self.gradients = pulled_back(self.expected, trained, self.cotangents)
 
     def _cotangent(self, output: Tensor) -> Tensor:
-        return normal(output, self.random) if output.is_floating_point() else torch.zeros_like(output)
+        return normal(output, self.random) if _is_rounded(output) else torch.zeros_like(output)
 
     @property
     def is_finite(self) -> bool:
@@ -256,12 +263,18 @@ def pulled_back(
 
 def placements_of(tensor: Tensor, n: int) -> list[Placement]:
     """All placements of a tensor on n devices that leave none without a part."""
-    sums: list[Placement] = [P()] if tensor.is_floating_point() else []
+    sums: list[Placement] = [P()] if _is_rounded(tensor) else []
     return [R, *(S(d) for d, size in enumerate(tensor.shape) if size >= n and part(size, n, n - 1)[1] > 0), *sums]
 
 
 def normal(like: Tensor, random: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, dtype=torch.float64, device="cpu", generator=random).to(like.dtype)
+    wide = torch.complex128 if like.is_complex() else torch.float64
+    return torch.randn(like.shape, dtype=wide, device="cpu", generator=random).to(like.dtype)
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    """Whether a tensor has real or complex numbers, and no whole ones."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def spread(tensor: Tensor, placement: Placement, n: int, random: torch.Generator) -> list[Tensor]:
@@ -279,7 +292,7 @@ def spread(tensor: Tensor, placement: Placement, n: int, random: torch.Generator
 def lies(parts: Sequence[Tensor], placement: Placement, whole: Tensor, tolerance: float | None = None) -> bool:
     """Whether these are the parts of `whole` under a placement, up to rounding."""
     largest, scale = difference(parts, placement, whole)
-    if tolerance is None or not whole.is_floating_point():
+    if tolerance is None or not _is_rounded(whole):
         tolerance = TOLERANCE.get(whole.dtype, 0.0)
     return largest <= tolerance * scale
 
@@ -320,7 +333,7 @@ def _largest_difference(found: Tensor, whole: Tensor) -> float:
 
 def _largest(tensor: Tensor) -> float:
     """The largest absolute value among the numbers of a tensor."""
-    if not tensor.numel() or not tensor.is_floating_point():
+    if not tensor.numel() or not _is_rounded(tensor):
         return 0.0
     return float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max())
 

@@ -19,11 +19,9 @@ from tests.ops.proof import strategies_of, trial_of
 from tests.ops.samples import SAMPLES, is_plain, samples
 
 DEVICES = (2, 3)
-COMPLEX = {op for op in SAMPLES if "fft" in op or op in ("stft", "istft")}
 UNSAFE = {
     "weight_norm": "its kernel reads beyond operands whose shapes do not go together",
     "grouped_mm": "no kernel in float64, in which all strategies are tried; those of its rule are proved in float32",
-    **dict.fromkeys(COMPLEX, "complex numbers, of which no sums are drawn; its rule is proved on samples"),
 }
 SLOW = {
     "batch_norm_updating",
