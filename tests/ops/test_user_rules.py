@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,7 +238,8 @@ class Product(nn.Module):
 @pytest.fixture(autouse=True)
 def rules_are_forgotten():
     user_rules.tried.cache_clear()
-    before = dict(FACTS), dict(WHOLE), dict(OPS), dict(SPELLINGS)
+    facts = {name: replace(known) for name, known in FACTS.items()}  # a rule is written into what is there
+    before = facts, dict(WHOLE), dict(OPS), dict(SPELLINGS)
     yield
     for table, entries in zip((FACTS, WHOLE, OPS, SPELLINGS), before):
         table.clear()
