@@ -72,7 +72,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_name_reads_back_only_as_what_a_tracer_meets(name):
-    data = json.loads(traced(lambda m, x: torch.fft.rfft((x @ m.weight).cumsum(0)).abs().sum()).to_json())
+    data = json.loads(traced(lambda m, x: torch.linalg.eigvals((x @ m.weight).T @ x).abs().sum()).to_json())
     entry = next(n for n in data["nodes"] if isinstance(n["target"], dict) and "function" in n["target"])
     entry["target"]["function"] = name
     with pytest.raises(BadGraph):
@@ -139,7 +139,7 @@ def test_a_hostile_structure_imports_nothing():
     "name", ["from_file", "set_num_threads", "frombuffer", "fork", "import_ir_module", "_from_blob"]
 )
 def test_a_hostile_function_is_not_read(name):
-    data = json.loads(traced(lambda m, x: torch.fft.rfft(x @ m.weight).abs().sum()).to_json())
+    data = json.loads(traced(lambda m, x: torch.linalg.eigvals((x @ m.weight).T @ x).abs().sum()).to_json())
     next(n for n in data["nodes"] if isinstance(n["target"], dict) and "function" in n["target"])["target"][
         "function"
     ] = name
