@@ -51,8 +51,7 @@ _FORMS = frozenset(f"aten.{name}" for name in ("_to_copy.default", "clone.defaul
 _LINEAR_AS_A_WHOLE = re.compile(r"(matrix_exp|logcumsumexp)(_\d+)?$")
 _Shapes = tuple[tuple[int, ...], ...]
 _SHOWN_OPS = 4
-# what is tried in turn: whether constants are cut, ops are looked inside, and views may undo earlier ones
-_READINGS = ((True, False, True), (False, True, True), (True, True, True), (False, True, False))
+_READINGS = ((True, False), (False, True), (True, True))  # tried in turn: whether constants are cut, ops looked inside
 _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 
 
@@ -73,7 +72,7 @@ class Interface:
     cuts_constants: bool = False
     looks_inside: bool = False  # whether a view is read by the shapes that its op makes inside
     users_rule: Callable[[str], str] = lambda _: ""  # of a model's op: the line with which a user said its rule
-    undoes_views: bool = True  # whether a view that may undo an earlier one of its op is taken to do so
+    doubted: frozenset[fx.Node] = frozenset()  # views that are not taken to undo an earlier one of their op
 
 
 @dataclass(slots=True)
@@ -89,6 +88,8 @@ class Certificate:
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
     # by op: types of the operand and of the result of each of its views
     _viewed: dict[str, list[tuple[Type, Type]]] = field(default_factory=dict, repr=False)
+    _undone: set[fx.Node] = field(default_factory=set, repr=False)  # views that are taken to undo an earlier one
+    suspects: set[fx.Node] = field(default_factory=set, repr=False)  # and those of them that a refusal may come of
 
     def __str__(self) -> str:
         share = f"{self.values - self.open} of {self.values} values"
@@ -120,17 +121,31 @@ def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] 
     and the shardings of its outputs. What does not follow under one reading of constants and views may under another.
     """
     try:
-        return _certified(joint, interface, ending)
+        return _under_one_reading(joint, interface, ending)
     except NotCertified as e:
-        for cuts_constants, looks_inside, undoes_views in _READINGS:
+        for cuts_constants, looks_inside in _READINGS:
             other = replace(interface, cuts_constants=cuts_constants, looks_inside=looks_inside)
             with contextlib.suppress(NotCertified):
-                return _certified(joint, replace(other, undoes_views=undoes_views), ending)
+                return _under_one_reading(joint, other, ending)
         raise e from None
 
 
-def _certified(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None) -> Certificate:
-    found, axes = Certificate(), tuple(interface.axes)
+def _under_one_reading(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None) -> Certificate:
+    """Type the halves, and again without what a refusal may come of: that a view undoes an earlier one of its op."""
+    while True:
+        found = Certificate()
+        try:
+            return _certified(joint, interface, ending, found)
+        except NotCertified:
+            if not found.suspects:
+                raise
+            interface = replace(interface, doubted=interface.doubted | found.suspects)
+
+
+def _certified(
+    joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None, found: Certificate
+) -> Certificate:
+    axes = tuple(interface.axes)
     places = joint.forward.find_nodes(op="placeholder")
     given = [_type_of(n, s, axes) for n, s in zip(places, interface.primals)]
     given += [_plain(n) for n in places[len(given) :]]
@@ -332,9 +347,25 @@ class _Walk:
             if op:
                 views.append((x, made))
             return made
-        likely = views if self.interface.undoes_views else ()
-        undone = (before for before, after in likely if before.shape == call.shapes[0] and lie_alike(x, after))
-        return next((replace(x, dims=before.settled(x.open).dims) for before in undone), made)
+        if node in self.interface.doubted:
+            return made
+        for before, after in views:
+            if before.shape == call.shapes[0] and lie_alike(x, after):
+                self.found._undone.add(node)
+                return replace(x, dims=before.settled(x.open).dims)
+        return made
+
+    def _suspects(self, node: fx.Node) -> set[fx.Node]:
+        """Views that are taken to undo an earlier one, on the way inside of one op to what a node reads."""
+        seen: set[fx.Node] = set()
+        left = list(node.all_input_nodes)
+        while left:
+            value = left.pop()
+            if value not in seen:
+                seen.add(value)
+                op = self.interface.comes_of(value)
+                left += [n for n in value.all_input_nodes if op and self.interface.comes_of(n) == op]
+        return seen & self.found._undone
 
     def _typed(self, target: Any, call: TypedCall, wholes: _Shapes = (), inside: _Shapes = ()) -> Any:
         """Result of a rule; calls that are alike are typed once."""
@@ -374,6 +405,7 @@ class _Walk:
         return made
 
     def _letter(self, node: fx.Node, refused: Refused) -> NotCertified:
+        self.found.suspects |= self._suspects(node)
         operands = ", ".join(f"{n.name}: {self.types.get(n)}" for n in node.all_input_nodes)
         if said := self.interface.users_rule(self.interface.comes_of(node)):
             return NotCertified(

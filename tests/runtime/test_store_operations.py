@@ -211,12 +211,19 @@ def test_a_rank_that_waits_hears_signals():
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    def send():
+        while not heard.wait(0.3):  # one that comes while garbage is collected is lost
+            os.kill(os.getpid(), signal.SIGUSR1)
+
     before = signal.signal(signal.SIGUSR1, interrupt)
-    store, late = dist.HashStore(), threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
-    late.start()
+    store, heard = dist.HashStore(), threading.Event()
+    sender = threading.Thread(target=send)
+    sender.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             job_store.await_key(store, "never", 60)
     finally:
+        heard.set()
+        sender.join()
         signal.signal(signal.SIGUSR1, before)
         store.set("never", "")  # ends the wait that is left

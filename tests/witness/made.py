@@ -28,7 +28,7 @@ ROWS, LENGTH, WORDS = 16, 8, 64
 BOTH = dict(tensor=2, data=dict(size=2, zero=3))
 SEQUENCE = dict(tensor=dict(size=2, sequence=True), data=2)
 PLANS = {
-    "free": ((2, 2), None),
+    "free": ((4,), None),
     "dp": ((4,), "dp"),
     "zero3": ((4,), "zero3"),
     "tensor": ((2, 2), dict(tensor=2, data=2)),
