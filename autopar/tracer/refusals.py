@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autopar.graph.calls import leaf_names
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import Letter, NotCaptured
+from autopar.runtime import patches
 from autopar.tracer.place import is_ours
 from autopar.tracer.recorder import Recorder
 
@@ -58,7 +59,8 @@ def telling_whose_error(who: str = "the model", advice: str = _RUN_ON_SHAPES) ->
     except Letter:
         raise
     except Exception as e:
-        frames = traceback.extract_tb(e.__traceback__)
+        # methods that stand for torch's while models run in parallel are as good as torch's
+        frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename != patches.__file__]
         ours = [f.name for f in frames if f.filename.startswith(_HERE)]
         is_raised_here = frames[-1].filename.startswith(_HERE) and frames[-1].name not in _CALL_TORCH
         if is_raised_here or ours[-1] not in _RUN_WHAT_THE_MODEL_RUNS:  # it passed something of ours last

@@ -292,6 +292,19 @@ def test_operands_that_fail_in_every_dtype_are_the_models_error(precision):
         traced(lambda m, x: torch.logdet(x[:, :3]), precision=precision)
 
 
+def test_what_a_method_raises_is_the_models_error_though_it_is_patched():
+    """Once a model runs in parallel, tensors that are written in place pass through a function of autopar's."""
+
+    def adds(m, x):
+        with torch.no_grad():
+            part = (x @ m.weight)[:2]
+        return part.add_(m.weight[:2]).sum()
+
+    autopar.autoparallelize(torch.nn.Linear(2, 2), torch.randn(2, 2), mesh=1)
+    with pytest.raises(NotCaptured, match=r"raises RuntimeError on these inputs.*view"):
+        traced(adds)
+
+
 @pytest.mark.parametrize("precision", [None, autopar.Precision()])
 def test_a_write_to_a_parameter_is_a_letter_under_precision_too(precision):
     """A momentum encoder moves parameters that are not trained: the cast that stands for one would take the write."""
