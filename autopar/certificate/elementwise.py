@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.certificate.calls import Rule, TypedCall, is_constant, rule
+from autopar.certificate.calls import Rule, TypedCall, is_constant, rule, unknown
 from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, free, is_free, same, size, without
 
 _NONE: frozenset[str] = frozenset()
@@ -125,6 +125,18 @@ def _cast(call: TypedCall) -> Type:
     dtype = call.kwargs.get("dtype")
     cuts_off = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
     return elementwise(call, "" if cuts_off else "first")
+
+
+def _of_losses(linear: str, reduction: int) -> Rule:
+    """A rule for losses of which none is added to another; `reduction` is the place of the argument that says so."""
+    return lambda call: elementwise(call, linear) if call.at(reduction, 1) == 0 else unknown(call)
+
+
+for _name, _operands in {
+    "mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
+}.items():  # fmt: skip
+    rule(f"{_name}.default")(_of_losses("", _operands))
+    rule(f"{_name}_backward.default")(_of_losses("first", _operands + 1))
 
 
 def _added(linear: str) -> Rule:

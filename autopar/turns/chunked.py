@@ -173,6 +173,8 @@ class _Chunked(Writer):
         given = [self.values[n] for n in node.all_input_nodes]
         if self.head.sums < 2 or not any(v.lies.is_added for v in given) or any(v.is_after for v in given):
             return False
+        if op_name(node) == "total":  # of micro-batches, each of which adds its chunks up
+            return False
         strategy = self._strategy(node)
         if strategy is None or not strategy.outputs[0].value.is_partial:
             return False

@@ -22,6 +22,7 @@ from autopar.turns import chunked, in_chunks
 from tests import language
 from tests.models import eager_links
 from tests.oracle import ByPosition, InFloat64
+from tests.shares import diagonal
 from tests.training import whole
 from tests.turns.cases import SEED, case, check, on_rank
 
@@ -307,13 +308,18 @@ class Numbers(Small):
         return self.numbers(self, self.head(torch.tanh(self.inner(self.table(x)))), t)
 
 
+NUMBERS = (_penalised, _masked, _counted, _several, _shifted, _shifted_numbers)
+WAYS = ((None, 1, (16, 5), 1), ("dp", 2, (4, 8), 1), ("megatron", 2, (2, 7), 1))
+IN_TURNS = [(numbers, ("zero3", 2, (8, 6), 2)) for numbers in (_penalised, _shifted_numbers)]
+
+
 @pytest.mark.parametrize(
-    "parallel, ranks, shape", [(None, 1, (16, 5)), ("dp", 2, (4, 8)), ("megatron", 2, (2, 7))], ids=str
+    "numbers, way", [*diagonal(NUMBERS, WAYS), *IN_TURNS], ids=lambda v: getattr(v, "__name__", str(v))
 )
-@pytest.mark.parametrize("numbers", [_penalised, _masked, _counted, _several, _shifted, _shifted_numbers])
-def test_numbers_of_a_head_in_chunks_are_those_of_the_head(numbers, parallel, ranks, shape):
+def test_numbers_of_a_head_in_chunks_are_those_of_the_head(numbers, way):
     """A loss of several sums, losses of rows behind a mask, counts beside the loss, and logits that are sliced."""
-    torch.manual_seed(0)
+    parallel, ranks, shape, turns = way
+    how = dict(mesh=ranks, parallel=parallel, memory_budget="inf", chunks=4, microbatches=turns)
     model = Numbers(numbers).double()
     batch = {"x": torch.randint(0, 22, shape), "t": torch.randint(0, 22, shape)}
     mine = [copy.deepcopy(model) for _ in range(ranks)]
@@ -321,7 +327,7 @@ def test_numbers_of_a_head_in_chunks_are_those_of_the_head(numbers, parallel, ra
     expected["loss"].backward()
 
     def body(rank):
-        found = autopar.autoparallelize(mine[rank], batch, mesh=ranks, parallel=parallel, memory_budget="inf", chunks=4)
+        found = autopar.autoparallelize(mine[rank], batch, **how)
         assert found.plan.chunks == 4
         numbers = found(**batch)
         numbers["loss"].backward()
