@@ -29,6 +29,7 @@ SLOW = {
     "bilinear",
     "conv3d",
     "conv_transpose3d",
+    "lstm_cell",
     "scaled_dot_product_attention",
 }  # many operands, or many strategies: nightly
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from autopar.letters import Disagreement, Letter, Lost
 from autopar.runtime import agreement, failure_log, faults, job_store
+from tests.shares import one_in
 
 MOST = 8  # operations a rank
 
@@ -173,8 +174,10 @@ def test_an_error_of_one_rank_ends_the_wait_of_the_others(raises, on_ranks):
     assert store.count <= (MOST + 5 * (raises == "everywhere")) * 64  # five to write an error and to go on
 
 
-@pytest.mark.parametrize("count", [16, 64, 256])
-@pytest.mark.parametrize("lost", ["hangs", "raises", "none"])
+@pytest.mark.parametrize(
+    "lost, count",
+    one_in(2, [(lost, count) for lost in ("hangs", "raises", "none") for count in (16, 64, 256)], first=1),
+)
 def test_finding_who_is_lost_costs_little(count, lost, on_ranks, monkeypatch):
     # 256 threads take seconds to come on two busy cores
     monkeypatch.setattr(faults, "_GRACE_S", 20.0 if lost != "hangs" else 3.0 if count < 256 else 8.0)

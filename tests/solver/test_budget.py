@@ -29,6 +29,7 @@ from autopar.space.windows import Window
 from autopar.tracer import ColoTracer
 from tests.language import CASES, gpt2, meta_gpt2, zeros
 from tests.models import mlp_case, still
+from tests.shares import one_in
 from tests.solver.random_spaces import spaces
 
 
@@ -169,7 +170,7 @@ def convolutions():
 MODELS = {"gpt2": CASES["gpt2"], "mlp": mlp_case, "llama": lambda: CASES["llama"](1), "convolutions": convolutions}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n == "llama" else n for n in MODELS])
+@pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_more_memory_is_never_slower(name):
     model, batch = MODELS[name]()
     how = {

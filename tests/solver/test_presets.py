@@ -28,6 +28,7 @@ from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.language import CASES, NO_PADDING, drawn, gpt2, llama, meta_gpt2, meta_llama_8b
 from tests.models import mlp_case, peaks, still
+from tests.shares import diagonal
 from tests.training import whole
 
 
@@ -60,8 +61,9 @@ def planned(name, mesh, **how):
     )
 
 
-@pytest.mark.parametrize("mesh", [DeviceMesh(4), DeviceMesh((2, 2), ("dp", "tp"))], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, mesh", diagonal(list(CASES), [DeviceMesh(4), DeviceMesh((2, 2), ("dp", "tp"))]), ids=str
+)
 def test_the_free_plan_is_never_slower_than_an_experts(name, mesh):
     free = planned(name, mesh)
     for preset in ("dp", "zero1", "zero2", "zero3", "megatron"):
