@@ -45,10 +45,10 @@ def _matrices(call: TypedCall) -> Type:
     return _product(call, a, b, len(a.dims) - 2)
 
 
-@rule("addmm.default")
+@rule("addmm.default", "baddbmm.default")
 def _added_product(call: TypedCall) -> Type:
     bias, a, b = call.args[:3]
-    product = _product(call, a, b, 0)
+    product = _product(call, a, b, len(a.dims) - 2)
     return elementwise(TypedCall((product, bias), {}, call.shapes, call.axes), "all")
 
 

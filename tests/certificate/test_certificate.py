@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import autopar
@@ -525,3 +526,37 @@ def test_what_is_right_is_not_refused(made, chosen, rows, threads):
         for name, parameter in expected.named_parameters():
             if parameter.grad is not None:
                 torch.testing.assert_close(found[name], parameter.grad)
+
+
+LOSSES = {
+    "mse": F.mse_loss,
+    "smooth": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "soft margin": lambda x, y: F.soft_margin_loss(x, y.sign()),
+    "of chances": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), weight=y.abs()),
+    "of logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+}
+
+
+class Fitted(nn.Module):
+    """A product that is added to a batch of values, behind one of the losses that take each value by itself."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss, self.up = loss, nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return self.loss(torch.baddbmm(x, self.up(x), y), y)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_take_each_value_by_itself_are_typed(name):
+    batch = {"x": torch.randn(8, 8, 8), "y": torch.randn(8, 8, 8)}
+    request = Request(mesh=autopar.DeviceMesh((2,)), memory_budget="inf", parallel="dp")
+    graph = request.trace(Fitted(LOSSES[name]), batch)
+    program = lower(graph, plan_of(graph, request), (0,))
+    assert not program.certified().open_ends
+    for what, wrong in broken(program):
+        with pytest.raises(NotCertified):
+            wrong.certified()
+            pytest.fail(what)
