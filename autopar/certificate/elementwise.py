@@ -137,6 +137,7 @@ for _name, _operands in {
 }.items():  # fmt: skip
     rule(f"{_name}.default")(_of_losses("", _operands))
     rule(f"{_name}_backward.default")(_of_losses("first", _operands + 1))
+rule("binary_cross_entropy_with_logits.default")(_of_losses("", 4))  # its backward is of other ops
 
 
 def _added(linear: str) -> Rule:

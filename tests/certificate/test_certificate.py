@@ -555,7 +555,7 @@ def test_losses_that_take_each_value_by_itself_are_typed(name):
     request = Request(mesh=autopar.DeviceMesh((2,)), memory_budget="inf", parallel="dp")
     graph = request.trace(Fitted(LOSSES[name]), batch)
     program = lower(graph, plan_of(graph, request), (0,))
-    assert not program.certified().open_ends
+    assert not program.certified().open
     for what, wrong in broken(program):
         with pytest.raises(NotCertified):
             wrong.certified()
