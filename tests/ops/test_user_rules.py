@@ -20,6 +20,7 @@ from autopar.space import bindings, user_rules
 from autopar.space.bindings import Bindings
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
+from autopar.space.trial import Devices
 from autopar.tracer import ColoTracer
 
 SPACE = "autopar_user_rules"
@@ -262,6 +263,38 @@ def test_a_false_rule_is_refused(name, line, linear, said):
         bound(name)
     assert f"autopar.rule('{SPACE}::{name}', '{line}'" in letter.value.at and "test_user_rules.py:" in letter.value.at
     assert "devices, on f64[" in letter.value.seen and ("differs by up to" in letter.value.seen)
+
+
+def _no_gradients(patch):
+    patch.setattr(Devices, "backward", lambda *_: None)
+
+
+def _first_output_alone(patch):
+    held = Devices._compared
+    patch.setattr(
+        Devices, "_compared", lambda self, what, *more: held(self, what, *more) if what == "output 0" else None
+    )
+
+
+def _no_sums(patch):
+    tried_all = user_rules._strategies
+
+    def of_cuts(small, devices):
+        found, sizes = tried_all(small, devices)
+        return [s for s in found if not user_rules._has_sums(s)], sizes
+
+    patch.setattr(user_rules, "_strategies", of_cuts)
+
+
+@pytest.mark.parametrize(
+    "mutant, name",
+    [(_no_gradients, "clipped_back"), (_first_output_alone, "itself_and_largest"), (_no_sums, "curved")],
+)
+def test_a_trial_that_looks_at_less_believes_a_false_rule(mutant, name, monkeypatch):
+    line, linear = next(case[1:3] for case in FALSE if case[0] == name)
+    autopar.rule(f"{SPACE}::{name}", line, linear)
+    mutant(monkeypatch)
+    assert not bound(name).believed
 
 
 @pytest.mark.parametrize("name, line, linear", TRUE, ids=lambda v: v if v in MADE else "")

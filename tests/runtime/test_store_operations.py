@@ -105,6 +105,22 @@ def test_a_late_rank_costs_the_others_nothing(count, on_ranks):
     assert found == [None] * count and store.count <= MOST * count
 
 
+def test_a_rank_that_asks_again_and_again_is_noticed(on_ranks, monkeypatch):
+    def asks(store, name, seconds):
+        while not store.check([name]):
+            time.sleep(0.05)
+        return True
+
+    monkeypatch.setattr(agreement, "await_key", asks)
+
+    def body(rank):
+        time.sleep(1.5 * (rank == 15))
+        agreement.agree("x", "lowers")
+
+    store, _ = on_ranks(16, body)
+    assert store.count > MOST * 16
+
+
 def test_who_does_something_else_is_told_by_every_rank(on_ranks):
     def body(rank):
         agreement.agree("y" if rank in (40, 63) else "x", "evaluates" if rank in (40, 63) else "trains")

@@ -211,6 +211,20 @@ def test_the_order_of_a_set_leaves_no_trace(walk):
     assert len({graph_of(walk, order).digest for order in itertools.permutations(NAMES)}) == 1
 
 
+def _as_recorded(patch):
+    patch.setattr(loops.Order, "_last_first", lambda self, iterations: reversed(iterations))
+
+
+def _by_module_alone(patch):
+    patch.setattr(loops.Order, "_first_use", lambda self, ops: (0, 0, loops._text(ops[0]).split()[0]))
+
+
+@pytest.mark.parametrize("mutant, walk", [(_as_recorded, of_modules), (_by_module_alone, of_one_op)])
+def test_a_broken_order_is_noticed(mutant, walk, monkeypatch):
+    mutant(monkeypatch)
+    assert len({graph_of(walk, order).digest for order in itertools.permutations(NAMES)}) > 1
+
+
 @pytest.mark.parametrize("walk", [w for w in WALKS if w is not of_draws])
 def test_the_graph_computes_what_the_program_does(walk):
     for order in (NAMES, NAMES[::-1]):
