@@ -300,8 +300,7 @@ def tried(small: _Small, missing: frozenset[tuple[str, ...]] | None) -> _Verdict
             why["backward",] = f"its backward does not run: {without_backward}"
         for on, strategy in itertools.product(devices, strategies):
             is_shown = missing is not None and not (strategy.cut and strategy.cut.factors in missing)
-            has_no_sum = not on.is_finite and _has_sums(strategy)
-            if is_shown or has_no_sum or not _is_possible(strategy.cut, sizes, on.n):
+            if is_shown or not _may_be_summed(on, strategy) or not _is_possible(strategy.cut, sizes, on.n):
                 continue
             try:
                 fault = on.fault(strategy)
@@ -396,8 +395,24 @@ def _is_possible(cut: Cut | None, sizes: Mapping[str, int], n: int) -> bool:
 
 
 def _has_sums(strategy: Strategy) -> bool:
-    """Whether a value or gradient is a sum of parts, which is no number more often than the whole."""
+    """Whether a value or gradient is a sum of parts."""
     return any(f.value.is_partial or f.gradient.is_partial for f in (*strategy.operands, *strategy.outputs))
+
+
+def _may_be_summed(devices: Devices, strategy: Strategy) -> bool:
+    """Whether all that is a sum of parts may be one: infinities and the ends of whole numbers are of other parts."""
+    if not _has_sums(strategy):
+        return True
+    sums = (t for t, flow in zip(devices.whole, strategy.operands, strict=True) if flow.value.is_partial)
+    return devices.is_finite and all(t.is_floating_point() or _is_far_from_the_ends(t) for t in sums)
+
+
+def _is_far_from_the_ends(tensor: Tensor) -> bool:
+    """Whether small numbers can be taken from whole ones, and these have signs."""
+    if tensor.dtype == torch.bool:
+        return False
+    bounds = torch.iinfo(tensor.dtype)
+    return bounds.min < 0 and bool((tensor.long().abs() < bounds.max - 64).all())
 
 
 def _told(tensor: Tensor) -> str:

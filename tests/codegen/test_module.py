@@ -257,6 +257,7 @@ def test_a_users_own_rule_is_used():
 )
 def test_a_rule_is_of_an_op_by_any_of_its_names(op, name, monkeypatch):
     monkeypatch.setattr(declare, "FACTS", {})
+    monkeypatch.setattr(declare, "WHOLE", {})
     autopar.rule(op, "b s -> b s")
     assert set(declare.FACTS) == {name}
 

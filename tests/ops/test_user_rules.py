@@ -329,6 +329,12 @@ def test_a_rule_of_an_op_of_the_table_is_tried_too():
         bound("softmax", lambda h: h.softmax(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_whole_numbers_in_parts_are_no_larger_than_their_dtype(dtype):
+    autopar.rule("add", "..., ... -> ...", "x+y")
+    assert not bound("", lambda h: torch.arange(32).to(dtype) + h).believed
+
+
 @pytest.mark.parametrize("line", ["b n, v~ d -> b n d", "b n, v! d -> b n d"])
 def test_indices_of_the_table_are_tried_in_range(line):
     """The code of `F.embedding` has numbers that are no rows of a small table."""
