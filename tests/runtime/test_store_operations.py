@@ -98,7 +98,7 @@ def on_ranks(monkeypatch):
 @pytest.mark.parametrize("count", [2, 16, 64, 256])
 def test_a_late_rank_costs_the_others_nothing(count, on_ranks):
     def body(rank):
-        time.sleep(1.5 * (rank == count - 1))
+        time.sleep(3.0 * (rank == count - 1))
         agreement.agree("x", "lowers")
 
     store, found = on_ranks(count, body)
