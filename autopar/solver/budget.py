@@ -83,7 +83,7 @@ class Budgeted:
     def __post_init__(self) -> None:
         self.memory = self.space.memory
         self._alike: dict[bytes, np.ndarray] = {}
-        self._smallest: tuple[Point, float] | None = None
+        self._smallest: tuple[list[Point], float] | None = None
         self.regions = regions_of(self.space)
         self.points = Points(self.space)
         self.kinds = self.points.kinds
@@ -239,11 +239,18 @@ class Budgeted:
 
     def smallest(self) -> tuple[Point, float]:
         """The plan of the lowest peak that was found, and a lower bound of any peak; searched for once."""
+        points = self.small()
+        assert self._smallest is not None
+        best = min(points, key=lambda p: (p.peak, p.seconds))
+        return best, min(self._smallest[1], best.peak)
+
+    def small(self) -> list[Point]:
+        """The plans that are met on the way to the lowest peak, the same under any budget."""
         if self._smallest is None:
             self._smallest = self._search_smallest()
-        return self._smallest
+        return self._smallest[0]
 
-    def _search_smallest(self) -> tuple[Point, float]:
+    def _search_smallest(self) -> tuple[list[Point], float]:
         first, _ = self.at({})
         points, times, bound = [first], self._peaks(first), 0.0
         counted = [self.points.by_tables(first)]  # weights are of the tables, and so is how near they have come
@@ -270,7 +277,7 @@ class Budgeted:
                 break
             points = self.fastest(bound + (best.peak - bound) * share, 0.02, points, proves=False).points
             best = min(points, key=lambda p: (p.peak, p.seconds))
-        return best, min(bound, best.peak)
+        return points, bound
 
     def _overfull(self, point: Point, budget: float) -> list[int]:
         """The fullest times (see `_peaks`) at which a plan exceeds a budget."""

@@ -120,22 +120,26 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
         return _auto(task, without)
     free = task.counted.fastest(math.inf, task.gap, until=task.until)
     lowest: Point | None = None
-    for point in _chain(task, free, without):
+    for point, is_always in _chain(task, free, without):
         lined = Lined.of(task, point)
         states = lined.named(policy, task.budget)
         if states.peak <= task.budget:
             return Findings(lined.under(states), free.bound, free)
-        if lowest is None or states.peak < lowest.peak:
+        if is_always and (lowest is None or states.peak < lowest.peak):
             lowest = lined.under(states)
     return Findings(None, free.bound, free, lowest=lowest)
 
 
-def _chain(task: Task, free: Outcome, without: Without) -> Iterator[Point]:
-    """Shardings met without a budget and under it, each list from the fastest on, then the smallest."""
-    yield from frontier(free.points)
+def _chain(task: Task, free: Outcome, without: Without) -> Iterator[tuple[Point, bool]]:
+    """Shardings met without a budget and under it, each list from the fastest on, then small ones.
+
+    With each whether it is met under any budget: only such a one may be named as what would fit.
+    """
+    yield from ((point, True) for point in frontier(free.points))
     found = without()
-    yield from frontier(found.outcome.points if found.outcome else [])
-    yield task.counted.smallest()[0]
+    yield from ((point, False) for point in frontier(found.outcome.points if found.outcome else []))
+    small = dict.fromkeys([*frontier(task.counted.small()), task.counted.smallest()[0]])
+    yield from ((point, True) for point in small)
 
 
 @dataclass(slots=True, eq=False)
@@ -328,7 +332,7 @@ class Within:
     budget: float
     best: Point | None = None
     lined: Lined | None = None  # of the best
-    tried: set[tuple[int, ...]] = field(default_factory=set)  # shardings by their choices
+    tried: dict[tuple[int, ...], Lined] = field(default_factory=dict)  # shardings by their choices
 
     @property
     def gap(self) -> float:
@@ -360,11 +364,14 @@ class Within:
         self.lined = self.lined or self.joint.first
 
     def polish(self) -> None:
-        """Refine the states of the best sharding."""
-        assert self.lined is not None
-        plan = self.lined.polished(self.budget) if self.gap > self.joint.task.gap else None
+        """Refine the states of the best sharding; while nothing fits, of the one that comes nearest."""
+        lined = self.lined
+        if self.best is None:
+            lined = min(self.tried.values(), key=lambda tried: tried.lowest, default=lined)
+        assert lined is not None
+        plan = lined.polished(self.budget) if self.gap > self.joint.task.gap else None
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
-            self.best = plan
+            self.best, self.lined = plan, lined
 
     def add(self, points: Iterable[Point]) -> None:
         """Search for states of more shardings."""
@@ -377,7 +384,7 @@ class Within:
         key = tuple(lined.point.picked)
         if key in self.tried or (self.best is not None and lined.point.seconds >= self.best.seconds):
             return
-        self.tried.add(key)
+        self.tried[key] = lined
         plan = lined.within(self.budget, price)
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
             self.best, self.lined = plan, lined
