@@ -71,19 +71,17 @@ def kept(call: OpCall, kind: str) -> Line:
     dropped = call.arguments.get("dropout_p", 0.0)
     if dropped and kind == "emitted":
         # what the products read, laid out anew, the weights, those that are left, and the mask
-        return Line((), ((kind, "3*points*itemsize + pairs*(2*itemsize + 1)"),))
+        return Line.of("", **{kind: "3*points*itemsize + pairs*(2*itemsize + 1)"})
     is_wide = query.shape[-1] > 256 and kind == "cuda"
     if (dropped and kind == "cpu") or (is_wide and query.dtype == "float32"):
         return Line.of("query key value", **{kind: "pairs*itemsize" + ("*2" if dropped else "")})
     # a mask of truth values is turned into numbers of the query's dtype, anew in each call
     is_truth = mask is not None and mask.dtype == "bool"
-    formula = "4*rows" if kind == "cuda" else "rows*accumulate"
-    if is_truth:
-        formula += " + mask*itemsize"
     values = "query key value out"
     if mask is not None and not is_truth:
         values += " attn_mask"
-    return Line.of(values, **{kind: formula})
+    line = Line.of(values, **{kind: "4*rows" if kind == "cuda" else "rows*accumulate"})
+    return line.beside("attn_mask", kind, "mask*itemsize") if is_truth else line
 
 
 def timed(arguments: Mapping[str, Any]) -> str:
@@ -102,24 +100,22 @@ def work(call: OpCall) -> tuple[str, str]:
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
     """Temporary bytes, forward and backward, of a part's two calls: on the keys before it and on its own.
 
-    Forward merges their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries;
-    gradients of keys and values have not been scattered yet, while the table counts them beside what is scattered of
-    them. A GPU has no fused kernel for float64: the scores of the larger call are in memory, twice in forward and three
-    times in backward.
+    Forward merges their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries. A
+    GPU has no fused kernel for float64: the scores of the larger call are in memory, twice in forward and three times
+    in backward.
     """
     query, key, value = held[:3]
     whole = call.arguments["query"]
-    share = query[-2] / max(1, whole.shape[-2])
-    if share == 1 or not call.arguments.get("is_causal") or call.random >= 0:
+    if query[-2] == whole.shape[-2] or not call.arguments.get("is_causal") or call.random >= 0:
         return 0, 0
     rows, width, itemsize = math.prod(query[:-1]), value[-1], whole.itemsize
     accumulate = max(4, itemsize)
     forward = rows * ((3 * width + 3) * accumulate - width * itemsize)
-    backward = itemsize * (math.prod(query) - share * (math.prod(key) + math.prod(value)))
+    backward = itemsize * math.prod(query)
     opened = 0
     if (kind, whole.dtype) == ("cuda", "float64"):
         opened = itemsize * rows * max(key[-2] - query[-2], query[-2])
-    return forward + 2 * opened, max(0, int(backward)) + 3 * opened
+    return forward + 2 * opened, backward + 3 * opened
 
 
 op(

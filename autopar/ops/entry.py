@@ -138,7 +138,8 @@ class Line:
 
     # names of arguments, and "out"; with each the argument whose gradient needs it, "" where any does
     values: tuple[tuple[str, str], ...]
-    extra: tuple[tuple[str, str], ...] = ()  # kind of device -> bytes of what it makes besides
+    # what it makes besides: a kind of device, bytes, and the argument as which that is cut; "": the first operand
+    extra: tuple[tuple[str, str, str], ...] = ()
 
     @staticmethod
     def of(text: str, **extra: str) -> Line:
@@ -147,7 +148,11 @@ class Line:
         This line keeps each of two operands for the other's gradient.
         """
         pairs = [piece.partition(":")[::2] for piece in text.split()]
-        return Line(tuple(pairs), tuple(extra.items()))
+        return Line(tuple(pairs), tuple((kind, formula, "") for kind, formula in extra.items()))
+
+    def beside(self, argument: str, kind: str, formula: str) -> Line:
+        """The line with more that is made besides, which is cut as this argument."""
+        return Line(self.values, (*self.extra, (kind, formula, argument)))
 
 
 @dataclass(slots=True)

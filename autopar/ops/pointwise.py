@@ -163,8 +163,6 @@ op(
     rule=TWO,
     linear="x, y",
     keeps="input:other other:input",
-    last="input",
-    part_work=work_of_product,
     **numbered("mul"),
 )
 op(

@@ -112,7 +112,7 @@ class Temporaries:
         self.found = _tables(wiring, lifetimes)
         conversions = _Conversions(wiring, lifetimes, passages, self.found, manager)
         self.parts = (
-            _OfValues(conversions, lifetimes.clock, passages),
+            _OfValues(conversions, wiring, lifetimes, passages, bytes_),
             _OfGradients(conversions, wiring, lifetimes.clock, pieces, bytes_),
             _OfGathers(wiring, lifetimes, schedule, self.found, bytes_),
         )
@@ -184,22 +184,37 @@ class _Conversions:
 class _OfValues:
     """Temporaries of converting values: they run before the op, and later conversions, have made anything."""
 
-    def __init__(self, conversions: _Conversions, clock: Clock, passages: Passages) -> None:
+    def __init__(
+        self, conversions: _Conversions, wiring: Wiring, lifetimes: Lifetimes, passages: Passages, bytes_: LocalBytes
+    ) -> None:
         self.conversions = conversions
-        self.times = clock.last + 1
+        self.times = lifetimes.clock.last + 1
         made = [(time, op.site, table) for time, op in enumerate(passages.ops) for table in _made_by(op)]
         self.made_at = np.array([time for time, _, _ in made], int)
         self.made = Tables((site, table) for _, site, table in made)
+        # a value that is converted where it ends is there until then, and is not counted at the time of the op
+        self.leaves = Tables(of_edges=((k, _ending(wiring, lifetimes, bytes_, k)) for k in conversions.edges.tolist()))
 
     def over(self, taken: Taken) -> np.ndarray:
         """Bytes beyond the counted pieces, at every time."""
         conversions, over = self.conversions, np.zeros(self.times)
         by_ops = np.bincount(self.made_at, self.made.of_sites(taken), self.times)
-        made = conversions.made.of_edges(taken)
+        made, leaves = conversions.made.of_edges(taken), self.leaves.of_edges(taken)
         places = conversions.first(taken, made > 0)
         own, times = conversions.temporaries(taken, places)[:, 0], conversions.now[places]
-        np.maximum.at(over, times, own - _behind(times, made[places]) - by_ops[times])
+        made, leaves = made[places], leaves[places]
+        there = leaves + _behind(times, leaves) - _behind(times, made)
+        np.maximum.at(over, times, own + there - by_ops[times])
         return over
+
+
+def _ending(wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes, k: int) -> np.ndarray:
+    """Bytes of the value of an edge, by [given, taken], where it ends with being converted."""
+    value, taker = wiring.values[k], wiring.takers[k]
+    tables = bytes_.by_flows(wiring.edges[k], type_of(value))
+    if lifetimes.last_reader.get(value) is not taker:
+        return bytes_.scaled(tables.sent, 0.0)
+    return tables.sent
 
 
 class _OfGradients:

@@ -12,7 +12,7 @@ from autopar.graph.graph import TensorType, info, op_name, type_of
 from autopar.space.gradient_buckets import GradientBuckets, is_always
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes
-from autopar.space.memory import Merged, Piece, Readers
+from autopar.space.memory import Converted, Merged, Piece, Readers, View, Viewed
 from autopar.space.schedule import Schedule
 from autopar.space.space import Edge
 from autopar.space.wiring import Wiring
@@ -47,8 +47,15 @@ class EdgePieces:
         self.bytes = bytes_
         self.reach = dict(lifetimes.reach)  # of each memory the last time until which it is counted so far
         self.found: list[Piece] = []
-        # of each value that is all of its memory: the time until which that is counted, and (edge, bytes, its part)
-        self.read: dict[fx.Node, tuple[int, list[tuple[int, np.ndarray, int, int]]]] = {}
+        # of each memory the time until which it is counted, and who reads values on it: (edge, bytes, its part of time)
+        self.read: dict[int, tuple[int, list[tuple[int, np.ndarray, int, int, tuple[View, ...]]]]] = {}
+        self.behind: dict[fx.Node, tuple[View, ...]] = {}  # of each view the edges by which it was made, the last first
+        # of each value the conversions at its readers: (edge, bytes, when it is taken, its part of the time)
+        self.several: dict[fx.Node, list[tuple[int, np.ndarray, int, int, int]]] = {}
+        # of each edge whose result has views: its bytes, until when its op needs it, and until when it is counted
+        self.made: dict[int, tuple[np.ndarray, int, int]] = {}
+        # who reads these: the views on the way, its own edge first, and until when it needs the memory, either way
+        self.through: dict[int, list[tuple[tuple[View, ...], int, int]]] = {}
         # of each form of a parameter that several read: (edge, bytes before it is reduced over those behind, backward)
         self.uses: dict[fx.Node, list[tuple[int, np.ndarray, int]]] = {}
 
@@ -57,6 +64,20 @@ class EdgePieces:
         """The edges of values that several ops read and keep in memory in turn."""
         each = (rows for _, rows in self.read.values() if len(rows) > 1)
         return tuple(Readers(*map(tuple, zip(*rows, strict=True))) for rows in each)
+
+    def converted(self, arrives: Sequence[np.ndarray]) -> tuple[Converted, ...]:
+        """Conversions of values at several readers; `arrives` has the numbers of arriving flows, by edge."""
+        found = []
+        for rows in (rows for rows in self.several.values() if len(rows) > 1):
+            edges, made, begins, parts, ends = zip(*rows, strict=True)
+            found.append(Converted(edges, made, tuple(arrives[k] for k in edges), begins, parts, ends))
+        return tuple(found)
+
+    @property
+    def viewed(self) -> tuple[Viewed, ...]:
+        """Results of conversions that may end before their pieces do."""
+        made = ((k, row, tuple(self.through.get(k, ()))) for k, row in self.made.items())
+        return tuple(Viewed(k, *row, readers) for k, row, readers in made if readers)
 
     def merged(self, arrives: Sequence[np.ndarray]) -> tuple[Merged, ...]:
         """The edges of parameters that several ops read; `arrives` has the numbers of arriving flows, by edge."""
@@ -94,17 +115,23 @@ class EdgePieces:
         if value in self.owners:
             self._gathered(passage, needed)
         else:
-            kind = "saved activations" if needed >= self.clock.n else "transients"
-            self._put(kind, passage, bytes_.made, now, needed)
-        is_whole = type_.nbytes == lifetimes.whole.get(memory)
-        before, rows = self.read.setdefault(value, (reach, []))
-        if is_whole and itself > before and self.bytes.is_any(bytes_.kept):
-            rows.append((index, bytes_.kept, reach + 1, itself))
+            self._converted(passage, needed)
+        behind = self.behind.get(value, ())
+        way = (View(index, bytes_.kept, needed), *behind)
+        for k, view in enumerate(behind):
+            self.through.setdefault(view.edge, []).append((way[: k + 1], itself, now))
+        for view in lifetimes.outputs.get(taker, ()):
+            if lifetimes.memory[view] == memory:
+                self.behind[view] = way
+        # a part of a memory keeps all of it, a value that is broadcast no more than that
+        kept = self.bytes.scaled(bytes_.kept, lifetimes.whole.get(memory, type_.nbytes) / max(1, type_.nbytes))
+        before, rows = self.read.setdefault(memory, (reach, []))
+        if itself > before and self.bytes.is_any(kept):
+            rows.append((index, kept, reach + 1, itself, behind))
         if itself > reach:  # where it arrives as it is, its memory stays so long
             kind = "saved activations" if itself >= self.clock.n else "transients"
-            self._put(kind, passage, bytes_.kept, reach + 1, itself)
-            if is_whole:
-                self.reach[memory] = itself
+            self._put(kind, passage, kept, reach + 1, itself)
+            self.reach[memory] = itself
         if taker in self.clock.at and type_.requires_grad:
             if value in self.owners:
                 self._gradient_of_parameter(passage)
@@ -112,14 +139,35 @@ class EdgePieces:
                 # through views it comes as it leaves their readers
                 begins = max(map(lifetimes.last_use, lifetimes.views(taker, value)), default=now)
                 since = self.clock.mirrored(begins)
-                comes = bytes_.unreduced
-                if lifetimes.gives_first(value, taker):  # its site counts it as it goes on: that is made later
-                    comes = self.bytes.once("comes", (bytes_,), lambda: _before_conversion(bytes_))
-                self._put("gradients of activations", passage, comes, since, back)
+                # its site counts it as it goes on: where this is the first to come, that is made later
+                comes = self.bytes.once("comes", (bytes_,), lambda: _before_conversion(bytes_))
+                alone = back if lifetimes.gives_first(value, taker) else lifetimes.comes_alone(value, taker)
+                if lifetimes.gives_more(value, taker):
+                    comes, alone = self.bytes.once("more", (comes,), lambda: np.maximum(comes, 0.0)), back
+                self._put("gradients of activations", passage, comes, since, alone)
+                self._put("gradients of activations", passage, bytes_.unreduced, max(since, alone + 1), back)
 
     def _put(self, kind: str, passage: _Passage, bytes_: np.ndarray, first: int, last: int) -> None:
         if first <= last and self.bytes.is_any(bytes_):
             self.found.append(Piece(kind, passage.index, True, bytes_, first, last))
+
+    def _converted(self, passage: _Passage, needed: int) -> None:
+        """Add the result of a conversion, from where those that other readers share with it end."""
+        made, rows = passage.bytes.made, self.several.setdefault(passage.value, [])
+        begins = max([passage.now, *(end + 1 for *_, begin, end in rows if begin <= end)])
+        if self.bytes.is_any(made):
+            kind = "saved activations" if needed >= self.clock.n else "transients"
+            self._put(kind, passage, made, begins, needed)
+            rows.append((passage.index, made, passage.now, begins, needed))
+            if begins == passage.now:
+                self._may_end(passage, made, needed)
+
+    def _may_end(self, passage: _Passage, made: np.ndarray, needed: int) -> None:
+        """Note what a conversion makes and views show, which is needed no more where all of these are converted."""
+        itself = self.lifetimes.needs_itself(passage.value, passage.taker)
+        if itself < needed and self.bytes.is_any(made):
+            before = self.made.get(passage.index)
+            self.made[passage.index] = made if before is None else before[0] + made, itself, needed
 
     def _gathered(self, passage: _Passage, needed: int) -> None:
         """Add the gathered copy of a parameter, which exists ahead of its use, and its message."""
@@ -141,10 +189,12 @@ class EdgePieces:
         """Add the copies of a parameter, made ahead of its use or at it, and those that are gathered again."""
         if not any(again):
             self._put("gathered parameters", passage, made, begins, needed)
+            self._may_end(passage, made, needed)
             return
         edge = passage.edge
         stays, dropped = self.bytes.once(("again", again), (made,), lambda: _divided(made, edge.marked(again)))
         self._put("gathered parameters", passage, stays, begins, needed)
+        self._may_end(passage, stays, needed)
         self._put("gathered parameters", passage, dropped, begins, passage.now)
         self._gathered_again(passage, dropped, is_ahead)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.fx as fx
 
 from autopar.graph import walks
-from autopar.graph.graph import Graph, info, type_of
+from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.graph.layers import innermost_block
+from autopar.graph.nodes import tensor_operands
+from autopar.space.backward_kernels import Backward, Held, backwards
 from autopar.space.parameter_values import ParameterValues
-from autopar.space.saved import freed_first, kept_by, layouts, owners
+from autopar.space.saved import kept_by, layouts, owners
 from autopar.space.traffic import Group
 
 
@@ -64,38 +68,72 @@ class Lifetimes:
     ) -> None:
         self.clock = clock
         self.parameters = parameters
-        self.memory, self.turned = layouts(graph)  # the memory of each value; and those that are not contiguous
+        # the memory of each value; those that are not contiguous; and how they lie
+        self.memory, self.turned, self.lies = layouts(graph)
         owner = owners(graph, self.memory)
         self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
         self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
         self.users = {n: readers(n) for n in graph.nodes}
         self.outputs = {n: walks.results(n) for n in graph.nodes}  # of an op, the values that it gives
         self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward
-        self.besides: dict[fx.Node, int] = {}  # and the bytes of what it makes besides
-        # the value of these that its backward frees before it makes as much
-        self.freed_first: dict[fx.Node, fx.Node] = {}
+        self.besides: dict[fx.Node, tuple[Held, ...]] = {}  # and what it makes besides
+        # the values of these that its backward frees before it is fullest
+        self.freed_first: dict[fx.Node, frozenset[fx.Node]] = {}
+        # the backward of ops that run in kernels of their own
+        self.backward = {op: back for op, back in backwards(graph, self.lies, kind).items() if op not in groups}
         self.inner = frozenset(op for op, group in groups.items() if group.is_inner)  # their values are in no memory
         self.runs_with = {op: group.last for op, group in groups.items()}  # the ops in whose kernels these run
         for op in clock.ops:
-            kept, self.besides[op] = kept_by(op, kind, emitted=True) if op not in groups else (groups[op].kept(op), 0)
-            self.keeps[op] = set(kept)
-            if op not in groups and (first := freed_first(op)) in self.keeps[op]:
-                self.freed_first[op] = first
+            back = self.backward.get(op)
+            own = (groups[op].kept(op), ()) if op in groups else kept_by(op, kind, emitted=True, backward=back)
+            self.keeps[op], self.besides[op] = set(own[0]), own[1]
+        for op, back in self.backward.items():
+            self.freed_first[op] = self._freed(op, back)
+        # of each op the first one of those that are traced with it: there gradients that came from others are added
+        self.begins: dict[int, int] = {}
+        for _, several in itertools.groupby(clock.ops, lambda op: innermost_block(info(op).module)):
+            alike = [clock.at[op] for op in several]
+            self.begins.update(dict.fromkeys(alike, alike[0]))
         # of each value of an op, the last time at which it is needed as it is: by an op of the forward, or by its own
         # op's backward
         made = [value for value in graph.nodes if info(value).kind in ("op", "part")]
         self.end = {value: self._end(value) for value in made}
-        # of each memory, the last time until which all of it is counted, if nothing converts it
-        self.reach = {m: self.end.get(node, clock.last) for m, node in owner.items()}
+        # of each value, the op that reads it last in forward: the value ends before that runs, where it is converted
+        self.last_reader = {value: op for value in made if (op := self._last_reader(value)) is not None}
+        # of each memory, the last time until which all of it is counted, whatever is converted
+        self.reach = {m: self.stays(node) for m, node in owner.items()}
         self.taken_over = frozenset(self._taken_over(graph, groups))  # memories that gradients of values take
         self._needed: dict[fx.Node, int] = {}
         self._last_uses: dict[fx.Node, int] = {}
+
+    def _freed(self, op: fx.Node, back: Backward) -> frozenset[fx.Node]:
+        """Operands that the backward of an op frees before it is fullest: no later backward reads them."""
+        operands, at = tensor_operands(op), self.clock.at
+        ends = set[int]()
+        for place, value in enumerate(operands):
+            others = [u for u in self.users[value] if u in at and u is not op and value in self.keeps[u]]
+            stays = value in self.keeps.get(_producer(value), ()) or info(value).kind in ("input", "buffer")
+            if value in self.keeps[op] and not stays and all(at[u] > at[op] for u in others):
+                ends.add(place)
+        return frozenset(operands[k] for k in back.freed(ends))
 
     def _end(self, value: fx.Node) -> int:
         op = _producer(value)
         if value in self.keeps[op]:
             return self.clock.back(self.runs_with.get(op, op))
         return max([self.clock.at[op], *map(self.clock.forward, self.users[value])])
+
+    def _last_reader(self, value: fx.Node) -> fx.Node | None:
+        end = self.end[value]
+        readers = [u for u in self.users[value] if self.clock.forward(u) == end]
+        if self.is_view[value] or len(readers) != 1 or self.clock.at.get(readers[0]) != end:
+            return None
+        op = readers[0]
+        return op if op not in self.runs_with and tensor_operands(op).count(value) == 1 else None
+
+    def stays(self, value: fx.Node) -> int:
+        """The last time at which a value is in memory, whatever its last reader takes."""
+        return self.end.get(value, self.clock.last) - (value in self.last_reader)
 
     def needed(self, value: fx.Node) -> int:
         """The last time at which a value or any view on it is needed."""
@@ -119,7 +157,7 @@ class Lifetimes:
         """The last time at which an op or its own backward needs a value."""
         if value not in self.keeps[op]:
             return self.clock.at[op]
-        return self.clock.back(self.runs_with.get(op, op)) - (self.freed_first.get(op) is value)
+        return self.clock.back(self.runs_with.get(op, op)) - (value in self.freed_first.get(op, ()))
 
     def last_use(self, value: fx.Node) -> int:
         """The index of the last op that reads a value in forward, views included: there its gradient begins."""
@@ -152,9 +190,70 @@ class Lifetimes:
         """
         last = self.last_use(value)
         gives = [u for u in self.users[value] if u in self.clock.at and self._last_read(value, u) == last]
+        return gives == [op] and self._is_direct(value, op) and not self.is_view[value]
+
+    def gives_more(self, value: fx.Node, op: fx.Node) -> bool:
+        """Whether this op's backward adds to a value's gradient that later uses gave, alone and through no view.
+
+        What comes is converted before the sum is made (see `sums`).
+        """
+        is_shared = self.is_view[value] and info(value).kind == "op" and op_name(value) == "identity"
+        return is_shared and self.clock.at[op] in self._uses(value)[:-1] and self._is_direct(value, op)
+
+    def _is_direct(self, value: fx.Node, op: fx.Node) -> bool:
         is_once = sum(operand is value for operand in op.target.operands(op.kwargs)) == 1
-        is_direct = gives == [op] and is_once and op not in self.runs_with and not self.views(op, value)
-        return is_direct and not self.is_view[value]
+        return is_once and op not in self.runs_with and not self.views(op, value)
+
+    def comes_alone(self, value: fx.Node, op: fx.Node) -> int:
+        """The last time at which of a value's gradient there is only what comes through the views that an op makes.
+
+        Behind that the op's own backward converts it, or another reader gives its part.
+        """
+        until = self.clock.back(op) - 1
+        while True:
+            others = [self._last_read(value, u) for u in self.users[value] if u is not op]
+            until = min([until, *(self.clock.mirrored(use) - 1 for use in others)])
+            op, memory = _producer(value), self.memory[value]
+            shown = next((n for n in op.all_input_nodes if self.memory[n] == memory), None)
+            if shown is None:
+                return until
+            value = shown
+
+    def sums(self, value: fx.Node) -> Iterator[tuple[int, int]]:
+        """First and last times of gradients that lie beside the one that the last of several uses gives.
+
+        A gradient is added where it comes. Those that ops of another block give are added up apart, and added to the
+        others where the backward of that block ends.
+        """
+        mirrored, uses = self.clock.mirrored, self._uses(value)
+        for use, later in zip(uses[-2::-1], uses[:0:-1], strict=True):
+            begins = self._enters(value, use)
+            yield mirrored(use), mirrored(use if begins is None or begins == self.begins[later] else begins)
+
+    def apart(self, value: fx.Node, op: fx.Node) -> int | None:
+        """The time until which the gradient that one of several uses gives lies as it comes; None: it is added there.
+
+        That is where another use of its block gives one, or the backward of the block ends.
+        """
+        uses, at, begins = self._uses(value), self.clock.at[op], self.begins
+        enters = self._enters(value, at)
+        if not self.is_view[value] or enters is None or any(at < use and begins[use] == enters for use in uses):
+            return None
+        before = [use for use in uses if use < at and begins[use] == enters]
+        return self.clock.mirrored(before[-1] if before else enters)
+
+    def _enters(self, value: fx.Node, use: int) -> int | None:
+        """The index of the first op of the block in which an op reads a value; None where it is made there too."""
+        begins = self.begins[use]
+        return begins if begins > self._place(value) else None
+
+    def is_added(self, value: fx.Node, op: fx.Node) -> bool:
+        """Whether the gradient that an op gives a value is added at once to what later uses gave."""
+        return len(self._uses(value)) > 1 and self.apart(value, op) is None
+
+    def _uses(self, value: fx.Node) -> list[int]:
+        """The indices of the ops that read a value and give it a gradient."""
+        return sorted({self.clock.at[u] for u in self.users[value] if u in self.clock.at and _gives_gradient(u)})
 
     def first_use(self, value: fx.Node) -> int:
         """The index of the first op that reads a value in forward, through ops that hand it on to one reader.
@@ -185,6 +284,10 @@ class Lifetimes:
 def readers(value: fx.Node) -> list[fx.Node]:
     """The ops that read a value, and the output node where it leaves the graph."""
     return [u for u in value.users if info(u).kind in ("op", "output")]
+
+
+def _gives_gradient(op: fx.Node) -> bool:
+    return any(t.requires_grad for t in info(op).outputs)
 
 
 def _producer(value: fx.Node) -> fx.Node:

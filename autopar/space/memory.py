@@ -25,6 +25,7 @@ from autopar.space.timeline import Passages
 
 if TYPE_CHECKING:
     from autopar.space.conversion_bytes import Temporaries
+    from autopar.space.shown_gradients import ShownGradients
     from autopar.space.space import Edge
 
 KINDS = (
@@ -54,16 +55,108 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Readers:
-    """The edges by which several ops read one value and, in turn, need its memory after forward.
+    """The edges by which several ops read values on one memory and, in turn, need it after forward.
 
     The memory stays for the last op that takes it as it is. Its pieces divide that time among the edges, and count an
     edge's part where the value arrives there as it is: a later reader that takes it so needs the parts of those before.
+    Where a view is converted, what reads it behind the conversion needs the memory of that one's result instead.
     """
 
     edges: tuple[int, ...]
     bytes: tuple[np.ndarray, ...]  # of each edge by [given, taken]: 0 where the value is converted
     begins: tuple[int, ...]  # of each edge: the first time of its part
     ends: tuple[int, ...]  # and the last at which its op needs the value
+    # of each edge those by which its value was made, view by view, the last first
+    behind: tuple[tuple[View, ...], ...]
+
+    def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
+        """Bytes that no piece counts under a plan, each with its first and last time."""
+        found = [float(table[place(k)]) for k, table in zip(self.edges, self.bytes, strict=True)]
+        converted = {view.edge for views in self.behind for view in views if not view.kept[place(view.edge)]}
+        if not any(found) or (not converted and 0.0 not in found):
+            return
+        on = [next((view for view in views if view.edge in converted), None) for views in self.behind]
+        for memory in dict.fromkeys(on):
+            several = [(e, n) for e, n, of in zip(self.ends, found, on, strict=True) if n and of is memory]
+            if not several:
+                continue
+            end, amount = max(several)
+            since = -1 if memory is None else memory.counted
+            for n, of, begin, last in zip(found, on, self.begins, self.ends, strict=True):
+                first, until = max(begin, since + 1), min(last, end)
+                if not (n and of is memory) and first <= until:
+                    yield amount, first, until
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """An edge to an op that makes a view: where it converts the value, the view is on the memory of the result."""
+
+    edge: int
+    kept: np.ndarray  # bytes by [given, taken]: 0 where the value is converted
+    counted: int  # the last time at which the conversion's own piece counts its result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Converted:
+    """The edges by which several ops read a value: those that convert it alike share one result.
+
+    Pieces divide the time of that result among the edges, as if all did. What another conversion needs is missing.
+    """
+
+    edges: tuple[int, ...]
+    bytes: tuple[np.ndarray, ...]  # of each edge by [given, taken]: 0 where nothing is made
+    arrives: tuple[np.ndarray, ...]  # of each edge a number for each flow of `taken`: equal ones are converted once
+    begins: tuple[int, ...]  # of each edge: the time at which its op takes the value
+    parts: tuple[int, ...]  # the first time of its part, which lasts to its end; beyond that: no part
+    ends: tuple[int, ...]  # and the last time at which its op needs the result
+
+    def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
+        """Bytes that no piece counts under a plan, each with its first and last time."""
+        alike: dict[int, list[int]] = {}
+        amounts = []
+        for i, k in enumerate(self.edges):
+            at = place(k)
+            amounts.append(float(self.bytes[i][at]))
+            if amounts[-1]:
+                alike.setdefault(int(self.arrives[i][at[1]]), []).append(i)
+        if len(next(iter(alike.values()), ())) == len(self.edges):
+            return
+        for several in alike.values():
+            amount, time = amounts[several[0]], min(self.begins[i] for i in several)
+            for first, last in sorted((self.parts[i], self.ends[i]) for i in several):
+                if first <= last:
+                    if time < first:
+                        yield amount, time, first - 1
+                    time = max(time, last + 1)
+            if time <= (end := max(self.ends[i] for i in several)):
+                yield amount, time, end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Viewed:
+    """The result of a conversion that stays for views on it: where all of these are converted in turn, it ends earlier.
+
+    Its piece counts it as long as any reader of a view may need it.
+    """
+
+    edge: int
+    bytes: np.ndarray  # by [given, taken]
+    itself: int  # the last time at which the op behind the edge, or what it makes directly, needs it
+    last: int  # the last time of its piece
+    # of each reader of a view the views on the way, its own edge first, and the last time at which it needs the memory:
+    # where it reads it, and where it takes it converted
+    readers: tuple[tuple[tuple[View, ...], int, int], ...]
+
+    def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
+        """Bytes, less than none, that its piece counts too long under a plan, with their first and last time."""
+        if not (amount := float(self.bytes[place(self.edge)])):
+            return
+        end = self.itself
+        for views, needs, takes in self.readers:
+            end = max(end, needs if all(view.kept[place(view.edge)] for view in views) else takes)
+        if end < self.last:
+            yield -amount, end + 1, self.last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +181,10 @@ class Memory:
     updates: int = 1  # times of the optimizer's step
     passages: Passages = field(default_factory=Passages)  # which values share memory, for recompute
     readers: tuple[Readers, ...] = ()  # of values that several read
+    converted: tuple[Converted, ...] = ()  # of values that several read
+    viewed: tuple[Viewed, ...] = ()  # of conversions
     merged: tuple[Merged, ...] = ()  # of parameters that several read
+    shown: ShownGradients | None = None  # gradients that lie in the memory of others
     temporaries: Temporaries | None = None  # of conversions
 
     @property
@@ -109,13 +205,8 @@ class Memory:
 
         `place` gives the entry, [given, taken], of an edge.
         """
-        for readers in self.readers:
-            found = [float(table[place(k)]) for k, table in zip(readers.edges, readers.bytes, strict=True)]
-            if any(found) and 0.0 in found:
-                end, amount = max((e, n) for e, n in zip(readers.ends, found, strict=True) if n)
-                for n, begin, last in zip(found, readers.begins, readers.ends, strict=True):
-                    if not n and begin <= min(last, end):
-                        yield amount, begin, min(last, end)
+        for several in (*self.readers, *self.converted, *self.viewed):
+            yield from several.missing(place)
 
         for merged in self.merged:
             places = [place(k) for k in merged.edges]
@@ -123,6 +214,9 @@ class Memory:
             if over and len({int(flows[at[1]]) for flows, at in zip(merged.arrives, places, strict=True)}) == 1:
                 for begin, last in merged.spans:
                     yield over, begin, last
+
+        if self.shown is not None:
+            yield from self.shown.missing(place)
 
     def held(self, picked: Sequence[int], edges: Sequence[Edge]) -> dict[str, np.ndarray]:
         """Bytes at every time, by kind, under the picked choices."""

@@ -9,25 +9,23 @@ import torch.fx as fx
 
 from autopar.graph import walks
 from autopar.graph.graph import info, op_name, type_of
-from autopar.graph.nodes import tensor_operands
 from autopar.once import Once
 from autopar.ops.entry import facts_of
-from autopar.sharding.strategies import Choice
 from autopar.space.lifetimes import Lifetimes
 from autopar.space.local_bytes import LocalBytes, Tensors
-from autopar.space.saved import work_of
+from autopar.space.op_bytes import OpBytes
 from autopar.space.space import Flows
 from autopar.space.timeline import OWN, Made, Passage, Passages
 from autopar.space.wiring import Wiring, source_of
 
 
-def passages_of(wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes) -> Passages:
+def passages_of(wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes, op_bytes: OpBytes) -> Passages:
     """The ops of a graph as passages, and the edges over which their operands arrive."""
     at = lifetimes.clock.at
     entering: dict[int, list[int]] = {}
     for k, edge in enumerate(wiring.edges):
         entering.setdefault(edge.target, []).append(k)
-    builder = _Builder(wiring, lifetimes, bytes_, entering)
+    builder = _Builder(wiring, lifetimes, bytes_, op_bytes, entering)
     sources = []
     for value in wiring.values:
         op, _ = source_of(value)
@@ -47,11 +45,17 @@ class _Builder:
     """Builds the passages of ops one by one."""
 
     def __init__(
-        self, wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes, entering: Mapping[int, Sequence[int]]
+        self,
+        wiring: Wiring,
+        lifetimes: Lifetimes,
+        bytes_: LocalBytes,
+        op_bytes: OpBytes,
+        entering: Mapping[int, Sequence[int]],
     ) -> None:
         self.wiring = wiring
         self.lifetimes = lifetimes
         self.bytes = bytes_
+        self.op_bytes = op_bytes
         self.entering = entering
         self.cores = _cores(lifetimes.clock.ops)
         self._known: dict[Flows, int] = {}
@@ -67,17 +71,17 @@ class _Builder:
             port = value.args[1] if info(value).kind == "part" else 0
             lies = self._local(op, value, Tensors(port))
             made.append(Made(lies, self._shown(op, value, edges), value in keeps))
-        besides, (work, _) = lifetimes.besides[op], work_of(op)
+        work = self.op_bytes.work(op)[0] if op not in lifetimes.inner else None
         return Passage(
             index,
             edges,
             tuple(self.wiring.values[k] in keeps for k in edges),
-            tuple(self.wiring.values[k] is lifetimes.freed_first.get(op) for k in edges),
+            tuple(self.wiring.values[k] in lifetimes.freed_first.get(op, ()) for k in edges),
             tuple(made),
             str(info(op).checkpoint[0]) if info(op).checkpoint else "",
             op in self.cores,
-            self._as_first_operand(op, besides) if besides else None,
-            self._as_first_operand(op, work) if work else None,
+            self.op_bytes.besides(op),
+            work if work is not None and self.bytes.is_any(work) else None,
             info(op).chunks > 1,
             op in lifetimes.inner,
             lifetimes.clock.at[lifetimes.runs_with[op]] if op in lifetimes.runs_with else OWN,
@@ -94,12 +98,6 @@ class _Builder:
 
     def _local(self, op: fx.Node, value: fx.Node, tensors: Tensors) -> np.ndarray:
         return self.bytes.by_choice(self.wiring.site(op).choices, type_of(value), tensors)
-
-    def _as_first_operand(self, op: fx.Node, nbytes: int) -> np.ndarray:
-        """An amount of bytes, by choice, divided as the op's first operand is cut."""
-        first = tensor_operands(op)[0]
-        part = self._local(op, first, Tensors(0, Choice.operand))
-        return self.bytes.scaled(part, nbytes / max(1, type_of(first).nbytes))
 
     def numbered(self, taken: tuple[Flows, ...]) -> np.ndarray:
         """An index for each of these flows, equal for equal flows."""

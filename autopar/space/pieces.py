@@ -14,10 +14,12 @@ from autopar.space.gradient_buckets import GradientBuckets, trained_parameters
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.memory import Memory, Piece
+from autopar.space.op_bytes import OpBytes
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.passages import passages_of
 from autopar.space.schedule import Schedule
 from autopar.space.setting import Setting
+from autopar.space.shown_gradients import shown_gradients
 from autopar.space.site_pieces import SitePieces
 from autopar.space.traffic import held_by_kernels
 from autopar.space.wiring import Wiring
@@ -39,17 +41,28 @@ def memory_of(
     groups = held_by_kernels(graph, setting)
     lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels, groups)
     buckets = GradientBuckets.of(trained, lifetimes, wiring, setting)
-    sites = SitePieces(graph, setting, wiring, lifetimes, buckets, bytes_)
+    op_bytes = OpBytes(wiring, lifetimes, bytes_, setting.cluster.device.kernels)
+    sites = SitePieces(graph, setting, wiring, lifetimes, buckets, bytes_, op_bytes)
     for node in graph.nodes:
         sites.add(node)
     edges = EdgePieces(wiring, schedule, lifetimes, buckets, bytes_)
     for index in range(len(wiring.edges)):
         edges.add(index)
-    pieces = (*sites.found, *edges.found, *_unread(graph, wiring, clock), *_rows_out(graph, wiring, clock))
-    passages = passages_of(wiring, lifetimes, bytes_)
+    shown = shown_gradients(wiring, lifetimes, bytes_)
+    pieces = (
+        *sites.found,
+        *edges.found,
+        *shown.pieces,
+        *_unread(graph, wiring, clock),
+        *_rows_out(graph, wiring, clock),
+    )
+    passages = passages_of(wiring, lifetimes, bytes_, op_bytes)
     temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, conversions, bytes_)
-    ops, merged = tuple(info(n).key for n in clock.ops), edges.merged(passages.arrives)
-    return Memory(pieces, ops, clock.updates, passages, edges.readers, merged, temporaries)
+    ops, arrives = tuple(info(n).key for n in clock.ops), passages.arrives
+    converted, merged = edges.converted(arrives), edges.merged(arrives)
+    return Memory(
+        pieces, ops, clock.updates, passages, edges.readers, converted, edges.viewed, merged, shown, temporaries
+    )
 
 
 def _gathered(wiring: Wiring, parameters: ParameterValues, bytes_: LocalBytes) -> set[fx.Node]:

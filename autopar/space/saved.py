@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ import torch.fx as fx
 from autopar.graph import walks
 from autopar.graph.blocks import calls
 from autopar.graph.graph import Graph, call_of, info, op_name, run, type_of
-from autopar.graph.nodes import is_value, wants_gradient
+from autopar.graph.nodes import is_value, tensor_operands, wants_gradient
 from autopar.ops.entry import Line, facts_of
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import optimizer_figures
+from autopar.space.backward_kernels import Backward, End, Held, port_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,48 +85,49 @@ def saved(graph: Graph, cluster: Any = None, emitted: bool = False) -> tuple[Sav
         for value in values:
             count(value, op_name(node))
         if besides:
-            rows.append(Saved(node.name, f"besides, {op_name(node)}", None, besides))
+            rows.append(Saved(node.name, f"besides, {op_name(node)}", None, sum(held.nbytes for held in besides)))
     return tuple(rows)
 
 
-def kept_by(node: fx.Node, kind: str, emitted: bool = False) -> tuple[list[fx.Node], int]:
-    """Values that one op keeps for its backward on a kind of device, and bytes of what it makes besides.
+def kept_by(
+    node: fx.Node, kind: str, emitted: bool = False, backward: Backward | None = None
+) -> tuple[list[fx.Node], tuple[Held, ...]]:
+    """Values that one op keeps for its backward on a kind of device, and what it makes besides.
 
     If `emitted`, as the emitted program does: an op that runs once for each chunk reads its whole operands until the
-    last chunk has come back.
+    last chunk has come back. Its `backward`, where it is known, says what its entry leaves open.
     """
     about = info(node)
     if about.kind != "op" or not any(t.requires_grad for t in about.outputs):
-        return [], 0
+        return [], ()
     line = facts_of(op_name(node)).keeps
     if emitted and about.random >= 0:
         kind = "emitted"
     if callable(line):
         line = line(call_of(node), kind)
-    if line is None:  # nobody said: it may keep everything
-        line = Line(tuple((name, "") for name in (*node.kwargs, "out")))
     values: list[fx.Node] = []
-    for name, gradient_of in line.values:
-        if not gradient_of or wants_gradient(node.kwargs.get(gradient_of)):
-            values += walks.results(node) if name == "out" else _nodes(node.kwargs.get(name))
+    if backward is not None and (line is None or not line.extra or facts_of(op_name(node)).heads):
+        values += [n for k, n in enumerate(tensor_operands(node)) if k in backward.reads]
+        values += [n for n in walks.results(node) if port_of(n) in backward.reads_out]
+        besides = backward.besides
+    else:
+        if line is None:  # nobody said: it may keep everything
+            line = Line(tuple((name, "") for name in (*node.kwargs, "out")))
+        for name, gradient_of in line.values:
+            if not gradient_of or wants_gradient(node.kwargs.get(gradient_of)):
+                values += walks.results(node) if name == "out" else _nodes(node.kwargs.get(name))
+        besides = tuple(_besides(node, line, kind))
     if emitted and about.chunks > 1:
         values += [n for n in node.all_input_nodes if info(n).chunks == 1 and n not in values]
-    formula = dict(line.extra).get(kind)
-    return values, int(_bytes(formula)(**_quantities(node))) if formula else 0
+    return values, besides
 
 
-def freed_first(node: fx.Node) -> fx.Node | None:
-    """The operand whose gradient an op's backward makes last, after freeing the operand itself; or None."""
-    facts = facts_of(op_name(node))
-    last = facts.last(call_of(node)) if callable(facts.last) else facts.last
-    value = node.kwargs.get(last)
-    if not last or not wants_gradient(value):
-        return None
-    operands = [n for name, given in node.kwargs.items() for n in _nodes(given)]
-    alike = {tuple(type_of(n).shape) for n in operands}
-    if operands.count(value) > 1 or (facts.spreads and len(alike) > 1):  # a sum of another gradient is as large
-        return None
-    return value
+def _besides(node: fx.Node, line: Line, kind: str) -> Iterator[Held]:
+    """What an op makes besides on a kind of device, as its entry says, each cut as one of its operands."""
+    for of, formula, argument in line.extra:
+        if of == kind:
+            place = tensor_operands(node).index(node.kwargs[argument]) if argument else 0
+            yield Held(int(_bytes(formula)(**_quantities(node))), End(True, place, False))
 
 
 def bytes_that_stand(graph: Graph, optimizer: str | float) -> float:
@@ -151,8 +153,8 @@ def memories(graph: Graph) -> dict[fx.Node, int]:
     return layouts(graph)[0]
 
 
-def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-    """The memory of each value, as a number, and the values that are not contiguous.
+def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node], dict[fx.Node, torch.Tensor]]:
+    """The memory of each value, as a number, the values that are not contiguous, and a meta tensor for each.
 
     Found by running each kind of call once, on meta tensors of the strides that reach it, where a view is a view.
     """
@@ -185,7 +187,7 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node]]:
                 held[node] = [(t, before[at] if at >= 0 else fresh.setdefault(at, next(count))) for t, at in ran[key]]
     single = {n for n in held if not walks.parts(n)}  # an op with several outputs has no memory itself
     memories = {n: held[n][0][1] if n in single else next(count) for n in graph.nodes}
-    return memories, {n for n in single if not held[n][0][0].is_contiguous()}
+    return memories, {n for n in single if not held[n][0][0].is_contiguous()}, {n: held[n][0][0] for n in single}
 
 
 def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, TensorType, call_of, info, op_name, type_of
+from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
 from autopar.graph.nodes import tensor_operands
-from autopar.ops.entry import facts_of
 from autopar.sharding.costs import optimizer_figures
-from autopar.sharding.placement import largest_local_shape
-from autopar.sharding.strategies import Choice, gradients, values
+from autopar.sharding.strategies import Choice, gradients
 from autopar.space.gradient_buckets import GradientBuckets
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import VALUE, LocalBytes, Tensors
 from autopar.space.memory import Piece
-from autopar.space.saved import work_of
+from autopar.space.op_bytes import OpBytes
 from autopar.space.setting import Setting
 from autopar.space.wiring import Wiring
 
@@ -31,6 +29,7 @@ class SitePieces:
         lifetimes: Lifetimes,
         buckets: GradientBuckets,
         bytes_: LocalBytes,
+        op_bytes: OpBytes,
     ) -> None:
         self.graph = graph
         self.optimizer = setting.optimizer
@@ -40,6 +39,7 @@ class SitePieces:
         self.lifetimes = lifetimes
         self.buckets = buckets
         self.bytes = bytes_
+        self.op_bytes = op_bytes
         self.updates = {n: k for k, n in enumerate(buckets.closes)}  # parameter -> index of its update
         self.found: list[Piece] = []
 
@@ -93,20 +93,16 @@ class SitePieces:
                 self._value(op, port, value)
             if op_name(op) == "identity" and type_of(value).requires_grad:
                 self._sums(op, port, value)
-        if besides := self.lifetimes.besides[op]:
-            self._put("saved activations", op, self._as_first_operand(op, besides), now, back)
+        if (besides := self.op_bytes.besides(op)) is not None:
+            self._put("saved activations", op, besides, now, back)
         if info(op).chunks > 1:
             self._sums_of_chunks(op, now, back)
         if op in self.lifetimes.runs_with:
             return
         gives_gradient = any(t.requires_grad for t in info(op).outputs)
         times = (now, back) if gives_gradient else (now,)
-        for time, made in zip(times, work_of(op)):
-            if made:
-                self._put("transients", op, self._as_first_operand(op, made), time, time)
-        if facts_of(op_name(op)).part_work:
-            for time, by_choice in zip(times, self._part_work(op)):
-                self._put("transients", op, by_choice, time, time)
+        for time, made in zip(times, self.op_bytes.work(op)):
+            self._put("transients", op, made, time, time)
 
     def _ports(self, op: fx.Node) -> list[tuple[int, fx.Node]]:
         outputs = self.lifetimes.outputs[op]
@@ -114,7 +110,7 @@ class SitePieces:
 
     def _value(self, op: fx.Node, port: int, value: fx.Node) -> None:
         """Add a value that an op makes, and its gradient."""
-        type_, end = type_of(value), self.lifetimes.end[value]
+        type_, end = type_of(value), self.lifetimes.stays(value)
         kind = "saved activations" if end >= self.clock.n else "transients"
         self._put(kind, op, self._local(op, type_, Tensors(port)), self.clock.at[op], end)
         if type_.requires_grad:
@@ -126,19 +122,17 @@ class SitePieces:
 
     def _sums(self, op: fx.Node, port: int, value: fx.Node) -> None:
         """Add the memory of summing the gradients of several uses: the one that comes, and the new sum."""
-        at = self.clock.at
-        uses = sorted({at[u] for u in self.lifetimes.users[value] if u in at})
-        if len(uses) < 2:
+        sums = list(self.lifetimes.sums(value))
+        if not sums:
             return
         lies = self._local(op, type_of(value), Tensors(port, of=gradients))
         is_parameter = op in self.lifetimes.parameters.owners
         kind = "gradients" if is_parameter else "gradients of activations"
         comes = self.bytes.scaled(lies, 2 if is_parameter else 1)
         if is_parameter:
-            self._put(kind, op, lies, self.clock.mirrored(uses[-1]), self.clock.back(op))
-        for use in uses[:-1]:
-            time = self.clock.mirrored(use)
-            self._put(kind, op, comes, time, time)
+            self._put(kind, op, lies, self.clock.mirrored(self.lifetimes.last_use(value)), self.clock.back(op))
+        for first, last in sums:
+            self._put(kind, op, comes, first, last)
 
     def _sums_of_chunks(self, op: fx.Node, now: int, back: int) -> None:
         """Add the gradients of whole values that chunks add up, beside which each chunk makes its own.
@@ -154,27 +148,3 @@ class SitePieces:
             width = 1.0 if is_rows else max(4, type_.itemsize) / type_.itemsize
             kind = "gradients of activations" if is_rows else "gradients"
             self._put(kind, op, self.bytes.scaled(lies, width), now, back)
-
-    def _as_first_operand(self, op: fx.Node, bytes_: int) -> np.ndarray:
-        """An amount of bytes, by choice, divided as the op's first operand is cut."""
-        type_ = type_of(tensor_operands(op)[0])
-        part = self._local(op, type_, Tensors(0, Choice.operand))
-        return self.bytes.scaled(part, bytes_ / max(1, type_.nbytes))
-
-    def _part_work(self, op: fx.Node) -> tuple[np.ndarray, ...]:
-        """Bytes of the workspace of an op's local form in forward and in backward, by choice."""
-        choices = self.wiring.site(op).choices
-        types = tuple(map(type_of, tensor_operands(op)))
-
-        def made() -> tuple[np.ndarray, ...]:
-            call, part_work, rows = call_of(op), facts_of(op_name(op)).part_work, []
-            assert part_work is not None
-            for c in choices:
-                held = [
-                    largest_local_shape(t.shape, values(c.operand(i)), self.bytes.mesh) for i, t in enumerate(types)
-                ]
-                rows.append(part_work(call, held, self.kind))
-            return tuple(np.array(column, float) for column in zip(*rows, strict=True))
-
-        like = (op_name(op), types, op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
-        return self.bytes.once(like, (choices,), made)

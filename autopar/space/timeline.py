@@ -121,6 +121,11 @@ class Momentary:
     def nothing(times: int) -> Momentary:
         return Momentary(np.zeros(times), np.zeros(times))
 
+    @staticmethod
+    def of_ops(times: int) -> Momentary:
+        """Leaves what is there while the op of a time runs, as pieces count it, and nothing of what comes before."""
+        return Momentary(np.zeros(times), np.full(times, np.inf))
+
 
 @dataclass(eq=False)
 class Timeline:
@@ -135,7 +140,8 @@ class Timeline:
     momentary: Momentary  # what of these bytes is not there all the time of an op
     run_of: tuple[int, ...]  # of each op its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
-    of_chunks: frozenset[int] = frozenset()  # values of a region in chunks: its backward follows at once
+    # values of a region in chunks, whose backward follows at once, and conversions of inputs
+    saved_always: frozenset[int] = frozenset()
     uncovered: tuple[Uncovered, ...] = ()
     covers: float = 1.0  # seconds of it that a second of what is repeated hides, each time
 
@@ -145,12 +151,12 @@ class Timeline:
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
         self.once = frozenset(i for i in self.forced if not self.runs[i].is_op)  # which the sharding counts, once
         self.fixed = self.leaves | (self.bytes <= SMALL)  # of each value: it is not dropped, for it leaves, or is small
-        self.fixed[list(self.of_chunks)] = True
+        self.fixed[list(self.saved_always)] = True
         gathered = {v for run in self.runs if not run.is_op and not run.reads for v in run.makes if not self.fixed[v]}
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
         self._forward = _Forward.of(self)
-        *_, bare = self._step(self.forced, Momentary.nothing(len(self.held)))
+        *_, bare = self._step(self.forced, Momentary.of_ops(len(self.held)))
         self.other: np.ndarray = self.held - self.momentary.temporaries - bare  # bytes of what is in no run, by time
 
     @staticmethod
@@ -342,7 +348,7 @@ class _TimelineWriter:
         self.run_of: list[int] = []
         self.travels: dict[int, tuple[int, int]] = {}
         self.converted: dict[tuple[int, int, int], int] = {}
-        self.of_chunks: set[int] = set()
+        self.saved_always: set[int] = set()
         self.handed: dict[int, list[int]] = {}  # what ops that run in the kernel of a later one keep, by its time
         self.times = space.setting.passes  # micro-batches: what a run takes, it takes in each
 
@@ -363,7 +369,7 @@ class _TimelineWriter:
             momentary,
             tuple(self.run_of),
             self.travels,
-            frozenset(self.of_chunks),
+            frozenset(self.saved_always),
             tuple(self._uncovered()),
             self.space.setting.cluster.hidden / self.times,
         )
@@ -417,7 +423,7 @@ class _TimelineWriter:
             is_forced=op.is_inner,
         )
         if op.in_chunks:
-            self.of_chunks.update(v for v in (*makes, *keeps) if v != RESIDENT)
+            self.saved_always.update(v for v in (*makes, *keeps) if v != RESIDENT)
         self.run_of.append(len(self.runs))
         self._write(run)
 
@@ -430,7 +436,7 @@ class _TimelineWriter:
         value = self.values[source][port] if source >= 0 else RESIDENT
         place, is_gathered = e.place(self.picked), edge in self.passages.gathered
         made = float(self.passages.converted[edge][place])
-        if not made or (value == RESIDENT and not is_gathered):
+        if not made:
             if value != RESIDENT:
                 self.travels[edge] = value, value
             return value
@@ -455,7 +461,9 @@ class _TimelineWriter:
                 is_forced=is_forced,
             )
             self._write(run)
-        if not is_gathered:
+            if value == RESIDENT and not is_gathered:  # of an input: what reads it again finds it saved
+                self.saved_always.add(made_value)
+        if not is_gathered and value != RESIDENT:
             self.travels[edge] = value, self.converted[key]
         return self.converted[key]
 

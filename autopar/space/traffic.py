@@ -172,7 +172,7 @@ def _needed(family: Family, found: Match, kernels: str) -> set[fx.Node]:
     needed = set[fx.Node]()
     for op in sorted(found.nodes, reverse=True):
         values, makes = kept_by(op, kernels)
-        makes = 0 if info(op).random >= 0 else makes  # a mask by position is made again
+        makes = () if info(op).random >= 0 else makes  # a mask by position is made again
         if makes or (op in needed and op not in found.results[:-1]):
             values = [*values, *op.all_input_nodes]
         needed.update(map(behind_fan_outs, values))

@@ -1,0 +1,148 @@
+"""`OpBytes`: bytes of what an op makes beside its results and gradients, by choice, on the fullest device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.graph.graph import TensorType, call_of, info, op_name, type_of
+from autopar.graph.nodes import tensor_operands
+from autopar.ops.entry import facts_of
+from autopar.sharding.placement import largest_local_shape
+from autopar.sharding.strategies import Choice, gradients, values
+from autopar.space.backward_kernels import Backward, End, Held, backward_on, is_read, port_of
+from autopar.space.lifetimes import Lifetimes
+from autopar.space.local_bytes import LocalBytes, Tensors
+from autopar.space.saved import work_of
+from autopar.space.wiring import Wiring
+
+
+class OpBytes:
+    """Tables of one space's ops."""
+
+    def __init__(self, wiring: Wiring, lifetimes: Lifetimes, bytes_: LocalBytes, kind: str) -> None:
+        self.wiring = wiring
+        self.lifetimes = lifetimes
+        self.bytes = bytes_
+        self.kind = kind
+
+    def besides(self, op: fx.Node) -> np.ndarray | None:
+        """Bytes that an op makes in forward and keeps for its backward; None where there are none."""
+        held, back = self.lifetimes.besides[op], self.lifetimes.backward.get(op)
+        if not held:
+            return None
+        if back is not None and back.is_apart and held is back.besides:
+            return self._on_parts(op)[0]
+        return self._sum(op, held)
+
+    def work(self, op: fx.Node) -> tuple[np.ndarray, ...]:
+        """Bytes of an op's workspace in forward, and in backward: there beyond what pieces count at its time."""
+        facts, first = facts_of(op_name(op)), End(True, 0, False)
+        forward, backward = (self._sum(op, [Held(n, first)] if n else []) for n in work_of(op))
+        if facts.part_work is not None:
+            more, more_back = self._part_work(op)
+            forward, backward = forward + more, backward + more_back
+        if op in self.lifetimes.backward and (facts.heads or (facts.work is None and facts.part_work is None)):
+            forward, backward = self._beyond(op)
+        return forward, backward
+
+    def _beyond(self, op: fx.Node) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes in memory while the fullest kernel runs, over what pieces count then: in forward, and in backward.
+
+        In backward pieces count the gradients of all operands and outputs. Those of views are one with that of what
+        they show.
+        """
+        back = self.lifetimes.backward[op]
+        if back.is_apart:
+            return self._on_parts(op)[1:]
+        freed, counted = self._freed(op), self._counted(op, back)
+
+        def beyond() -> tuple[np.ndarray, np.ndarray]:
+            steps = [[one for one in step if not is_read(one.like) or one.like.place in freed] for step in back.held]
+            fullest = np.max([self._sum(op, step) for step in steps], axis=0)
+            besides = self._sum(op, back.besides)
+            found: np.ndarray = fullest - sum(self._of(op, end) for end in counted) - besides
+            made = [self._sum(op, step) for step in back.made] or [besides]
+            results = sum(self._of(op, end) for end in self._results(op))
+            return np.maximum(np.max(made, axis=0) - results - besides, 0.0), found
+
+        return self.bytes.once(("beyond", freed, *counted), (back, self.wiring.site(op).choices), beyond)
+
+    def _freed(self, op: fx.Node) -> frozenset[int]:
+        first = self.lifetimes.freed_first[op]
+        return frozenset(k for k, value in enumerate(tensor_operands(op)) if value in first)
+
+    def _counted(self, op: fx.Node, back: Backward) -> list[End]:
+        """The gradients of a call that pieces count."""
+        operands = tensor_operands(op)
+        added = {k for k in back.shows if self.lifetimes.is_added(operands[k], op)}  # that makes another tensor
+        counted = [End(True, place) for place in back.gradients if place not in added]
+        for value in self.lifetimes.outputs[op]:
+            if type_of(value).requires_grad and not self.lifetimes.is_view[value]:
+                counted.append(End(False, port_of(value)))
+        return counted
+
+    def _results(self, op: fx.Node) -> list[End]:
+        """The results of a call that have memory of their own."""
+        values = self.lifetimes.outputs[op]
+        return [End(False, port_of(value), False) for value in values if not self.lifetimes.is_view[value]]
+
+    def _on_parts(self, op: fx.Node) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What `besides` and `_beyond` say, found by running the call on the parts of each choice."""
+        whole, choices = self.lifetimes.backward[op], self.wiring.site(op).choices
+        freed, counted, types = self._freed(op), self._counted(op, whole), list(map(type_of, tensor_operands(op)))
+        known: dict[tuple[tuple[int, ...], ...], tuple[float, ...]] = {}
+
+        def on(shapes: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
+            back = backward_on(op, self.lifetimes.lies, shapes) or whole
+            besides = sum(n for n, _ in back.besides)
+            made = max((sum(n for n, _ in step) for step in back.made), default=besides)
+            return float(besides), float(made - besides), float(back.most(freed) - besides)
+
+        def found() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            rows = []
+            for c in choices:
+                held = (
+                    largest_local_shape(t.shape, values(c.operand(i)), self.bytes.mesh) for i, t in enumerate(types)
+                )
+                shapes = tuple(map(tuple, held))
+                rows.append(known[shapes] if shapes in known else known.setdefault(shapes, on(shapes)))
+            besides, made, most = np.array(rows, float).reshape(-1, 3).T
+            made = np.maximum(made - sum(self._of(op, end) for end in self._results(op)), 0.0)
+            return besides, made, most - sum(self._of(op, end) for end in counted)
+
+        return self.bytes.once(("on parts", freed, *counted), (whole, choices), found)
+
+    def _sum(self, op: fx.Node, helds: Iterable[Held]) -> np.ndarray:
+        """Bytes by choice of tensors, each divided as the tensor of the call that it is like."""
+        total = np.zeros(len(self.wiring.site(op).choices))
+        for nbytes, like in helds:
+            total = total + self._of(op, like) * (nbytes / max(1, self._type(op, like).nbytes))
+        return self.bytes.once(("sum", tuple(total.tolist())), (), lambda: total)
+
+    def _of(self, op: fx.Node, end: End) -> np.ndarray:
+        side, of = (Choice.operand if end.is_operand else Choice.output), (gradients if end.is_gradient else values)
+        return self.bytes.by_choice(self.wiring.site(op).choices, self._type(op, end), Tensors(end.place, side, of))
+
+    def _type(self, op: fx.Node, end: End) -> TensorType:
+        return type_of(tensor_operands(op)[end.place]) if end.is_operand else info(op).outputs[end.place]
+
+    def _part_work(self, op: fx.Node) -> tuple[np.ndarray, ...]:
+        """Bytes of the workspace of an op's local form in forward and in backward, by choice."""
+        choices = self.wiring.site(op).choices
+        types = tuple(map(type_of, tensor_operands(op)))
+
+        def made() -> tuple[np.ndarray, ...]:
+            call, part_work, rows = call_of(op), facts_of(op_name(op)).part_work, []
+            assert part_work is not None
+            for c in choices:
+                held = [
+                    largest_local_shape(t.shape, values(c.operand(i)), self.bytes.mesh) for i, t in enumerate(types)
+                ]
+                rows.append(part_work(call, held, self.kind))
+            return tuple(np.array(column, float) for column in zip(*rows, strict=True))
+
+        like = (op_name(op), types, op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
+        return self.bytes.once(like, (choices,), made)
