@@ -205,7 +205,8 @@ class Memory:
 
         `place` gives the entry, [given, taken], of an edge.
         """
-        for several in (*self.readers, *self.converted, *self.viewed):
+        shared: tuple[Readers | Converted | Viewed, ...] = (*self.readers, *self.converted, *self.viewed)
+        for several in shared:
             yield from several.missing(place)
 
         for merged in self.merged:
