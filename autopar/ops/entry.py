@@ -182,8 +182,6 @@ class Facts:
     truth: bool = False  # its result is boolean
     overwrites: bool = False  # its result has the shape of its operand, whose numbers do not matter
     one_dtype: bool = False  # its operands are all of one dtype
-    # of a product: the operand whose gradient backward makes last, when that operand may have been freed
-    last: str | Callable[[OpCall], str] = ""
     one_gradient: bool = False  # its gradient is the same number on every device, never partial
     loss: bool = False  # it has a reduction, which the graph makes an op of its own
     joint: bool = False  # one kernel gives the gradients of all operands, where a product has one for each

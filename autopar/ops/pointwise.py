@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from autopar.ops import inverses
 from autopar.ops.entry import OPS, T, each, op, spell, translates
-from autopar.ops.local import OpCall
 from autopar.ops.spelling import letters_of, parse
 from autopar.runtime.private import TO_COPY
 from autopar.sharding.notation import Rule
@@ -78,14 +76,6 @@ def numbered(name: str) -> dict[str, Any]:
         return f"{name} number" if isinstance(arguments.get("other"), (int, float)) else name
 
     return {"timed": timed, "spreads": True}
-
-
-def work_of_product(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
-    """Temporary bytes of a product, forward and backward: a broadcast operand's gradient before its sum."""
-    types = [given for given in call.arguments.values() if hasattr(given, "requires_grad")]
-    made = math.prod(torch.broadcast_shapes(*held))
-    is_summed = any(t.requires_grad and math.prod(shape) < made for t, shape in zip(types, held, strict=True))
-    return 0, made * call.outputs[0].itemsize if is_summed else 0
 
 
 def timed_power(arguments: Mapping[str, Any]) -> str:

@@ -215,11 +215,6 @@ def in_one_list(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dic
     return op, arguments
 
 
-def last_of_linear(call: OpCall) -> str:
-    """The operand whose gradient is made last: with a bias, torch's one op makes that of the input first."""
-    return "input" if call.arguments.get("bias") is None else "weight"
-
-
 LOOPS = (2, "")  # FLOPs for each point of the space of the factors
 op(
     "linear",
@@ -228,7 +223,6 @@ op(
     rule="... k, n k, n -> ... n",
     linear="x+z, y+z",
     keeps="input:weight weight:input",
-    last=last_of_linear,
     flops=LOOPS,
     second_size=INTENSITY,
     one_dtype=True,
@@ -241,7 +235,6 @@ op(
     rule="m k, k n -> m n",
     linear="x, y",
     keeps="input:mat2 mat2:input",
-    last="input",
     flops=LOOPS,
     one_dtype=True,
 )
@@ -255,7 +248,6 @@ op(
     T.bmm,
     rule=matmul,
     keeps="input:other other:input",
-    last="input",
     flops=LOOPS,
     one_dtype=True,
 )

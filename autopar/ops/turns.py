@@ -80,6 +80,6 @@ def as_a_sum(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 op("once", once, "input:T, turns", rule="... -> ...", linear="x", form=in_first_turn, keeps="")
 op("turn", turn, "input:T, dim, turns, size", rule=rows_of_blocks, form=rows_now, keeps="")
-op("chunk", some_rows, "input:T, dim, chunks, size", rule=rows_of_blocks, form=as_one_chunk, keeps="", last="input")
+op("chunk", some_rows, "input:T, dim, chunks, size", rule=rows_of_blocks, form=as_one_chunk, keeps="")
 op("added_up", sum_of_chunks, "input:T", rule="... -> ...", linear="x", one_gradient=True, form=as_a_sum, keeps="")
 op("total", total, "input:T", rule="... -> ...", linear="x", one_gradient=True, keeps="")

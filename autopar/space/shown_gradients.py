@@ -46,9 +46,8 @@ class ShownGradients:
     """All such values of a space, the last op of the forward first."""
 
     shown: list[Shown] = field(default_factory=list)
-    result: dict[fx.Node, tuple[int, np.ndarray]] = field(
-        default_factory=dict
-    )  # an edge from it, bytes of its gradient
+    # of each result an edge from it, and bytes of its gradient
+    result: dict[fx.Node, tuple[int, np.ndarray]] = field(default_factory=dict)
     convert: dict[int, np.ndarray] = field(default_factory=dict)  # of each edge by [given, taken]: are gradients?
     pieces: list[Piece] = field(default_factory=list)
 

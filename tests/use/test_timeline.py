@@ -52,7 +52,7 @@ def test_events_make_up_the_step(how):
     moved = sum(e.seconds for e in events if e.lane == COMMUNICATION and " to " in e.place)
     assert moved == pytest.approx(sum(c.seconds for c in plan.conversions), rel=1e-6)
     assert sum(e.seconds for e in events if e.part == "recompute") == pytest.approx(plan.recompute_s)
-    assert not plan.passing or how == "recompute in passing"  # under exact bytes rotor needs it here no more
+    assert not plan.passing or how == "recompute in passing"  # no budget was found under which rotor needs it
     assert bool(plan.recompute_s) == how.startswith("recompute")
 
 
