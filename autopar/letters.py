@@ -110,7 +110,7 @@ class Infeasible(Letter):
 
     Where a budget is in the way, `needs` are the bytes that any plan needs, and `smallest` those of the smallest plan
     that was found, of which `fullest` tells: infinite where parameters, gradients and optimizer states alone need more
-    than the budget.
+    than the budget. `stands` are those that are held all the time, however small a micro-batch is.
     """
 
     def __init__(
@@ -123,13 +123,15 @@ class Infeasible(Letter):
         needs: float = 0.0,
         smallest: float = 0.0,
         fullest: str = "",
+        stands: float = 0.0,
     ) -> None:
         super().__init__(what, at=at, seen=seen, advice=advice)
-        self.needs, self.smallest, self.fullest = needs, smallest, fullest
+        self.needs, self.smallest, self.fullest, self.stands = needs, smallest, fullest, stands
 
     @property
     def parts(self) -> dict[str, Any]:
-        return {**super().parts, "needs": self.needs, "smallest": self.smallest, "fullest": self.fullest}
+        numbers = {"needs": self.needs, "smallest": self.smallest, "stands": self.stands}
+        return {**super().parts, **numbers, "fullest": self.fullest}
 
     @property
     def is_of_states(self) -> bool:

@@ -39,6 +39,7 @@ from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_
 
 log = logging.getLogger("autopar")
 FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
+_FAR = 1.25  # of a budget: where a head in chunks holds more, a whole one is not searched
 _SEARCHES = 5  # for a plan whose kernels stand where they are counted, before one without kernels is made
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
@@ -53,6 +54,7 @@ class Planning:
     why_whole: str = ""  # why the loss head does not run in chunks under a budget
     is_trial: bool = False  # whether the caller plans otherwise if nothing fits
     is_tight: bool = False  # whether the fastest plan is known not to fit in the budget
+    rival: Plan | None = None  # a plan with another number of chunks
     apart: frozenset[str] = frozenset()  # results of groups of ops that a kernel could stand for and does not
 
     @without_collections
@@ -170,7 +172,7 @@ class Planning:
 
         Without a preset, which has windows of its own, all windows are searched, and the bound holds in any of them.
         """
-        spaces, found = self._spaces(mesh, known, preset), _Fastest()
+        spaces, found = self._spaces(mesh, known, preset), _Fastest(self.rival)
         left = list(spaces.windows)
         if not self.is_tight:
             left.clear()
@@ -250,14 +252,14 @@ class Planning:
         if head is None or not numbers or is_over:
             return whole._planned(mesh, known)
         few = [n for n in numbers if n <= FEW]
-        trial = replace(whole, graph=in_chunks(self.graph, few.pop(), keeps), is_trial=True)
+        trial = replace(whole, graph=in_chunks(self.graph, few.pop(), keeps))
         if trial.graph.chunks == 1:
             return replace(whole, why_whole=why_whole(self.graph, numbers[0], keeps))._planned(mesh, known)
         try:
             plans = [trial._planned(mesh, known)]
         except Infeasible as e:
-            if self.is_trial:
-                raise
+            if self.is_trial or e.smallest > _FAR * self.request.budget:
+                raise  # a whole head hardly needs less
             try:
                 return whole._planned(mesh, known)
             except Infeasible as letter:
@@ -265,11 +267,12 @@ class Planning:
                 raise naming_the_smaller(letter, e.smallest, how, "with a whole loss head") from e
         if _seconds_of_chunks(space, head, plans[0]) <= FREE * plans[0].step_time_s:
             return plans[0]
-        for chunks in (*few, 1):
+        for chunks in (1, *few):
             with contextlib.suppress(Infeasible):
-                other = replace(trial, graph=in_chunks(self.graph, chunks, keeps))
+                graph = in_chunks(self.graph, chunks, keeps)
+                other = replace(trial, graph=graph, rival=plans[-1], is_trial=True)
                 plans.append(other._planned(mesh, known))
-        fastest = min(reversed(plans), key=lambda p: p.step_time_s)
+        fastest = plans[-1]
         return replace(fastest, lower_bound_s=min(p.lower_bound_s for p in plans))
 
     def _fastest(
@@ -368,8 +371,8 @@ class _Spaces:
 class _Fastest:
     """The fastest plan of several searches, and a bound that holds in all of them."""
 
-    def __init__(self) -> None:
-        self.best: Plan | None = None
+    def __init__(self, rival: Plan | None) -> None:
+        self.best = rival
         self.bound = math.inf
 
     def add(self, search: Callable[..., Plan]) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from autopar.solver import text
 from autopar.solver.budget import ROUNDS
 from autopar.solver.joint import JointPrices
+from autopar.solver.joint_search import JointSearch, frontier
 from autopar.solver.points import Point
-from autopar.solver.recompute import JointSearch, Within, frontier
+from autopar.solver.recompute import Within
 from autopar.solver.searches import Task
 
 _EVERY, _ROUNDS = 3, 2  # prices are searched for at every so many budgets, in so many rounds

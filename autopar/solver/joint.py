@@ -1,20 +1,23 @@
 """Sharding and recompute in one search, under one bound.
 
     minimise   seconds(x) + sum_u (1 - h_u) f_u(x) A_u + sum_e c_e(x) A_e + price * (bytes(x, K) - budget)
+               + price at the step * (bytes at the step(x) - budget)
     such that  r_v <= K_v + A_v           v is there when backward wants it: it was saved, or its op runs again
                R_e <= r_v or K_e + A_e    what arrives over edge e: the value, or its conversion, saved or repeated
                A_e <= r_v,  A_u <= R_e    what runs again needs what it reads
 
-for one priced time of the step; h_u is the most that any window in which op u may be repeated counts as exposed: there
-it hides communication. Prices of the constraints (`leaving` of R_e and A_e <= r_v, `arriving` of A_u <= R_e)
-let every state be chosen where it stands: A_u and K_v in the table of a site, A_e and K_e in that of an edge. No table
-grows, and any prices give a bound for all schedules: whatever backward wants after the priced time is held then, or
-made from what is. Good ones are the flows of the minimum cut that gives the states of one sharding (`states.py`).
+for one priced time, and one of the optimizer's step, whose bytes no states change; h_u is the most that any window in
+which op u may be repeated counts as exposed: there it hides communication. Prices of the constraints (`leaving` of R_e
+and A_e <= r_v, `arriving` of A_u <= R_e) let every state be chosen where it stands: A_u and K_v in the table of a site,
+A_e and K_e in that of an edge. No table grows, and any prices give a bound for all schedules: whatever backward wants
+after the priced time is held then, or made from what is. Good ones are the flows of the minimum cut that gives the
+states of one sharding (`states.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,32 +36,57 @@ _SAME, _NEAR = 0.01, 0.02  # of two shares, and of two prices: nothing is looked
 
 
 class JointPrices(NamedTuple):
-    """Seconds for a byte at the priced time, and the exposed share of each kind of window; None: all is in line."""
+    """Seconds for a byte at the priced time and at the optimizer's step, and the exposed share of each kind of window.
+
+    Where `exposed` is None, all communication is in line.
+    """
 
     of_byte: float
     exposed: tuple[float, ...] | None
+    at_step: float = 0.0
+
+    @property
+    def of_bytes(self) -> float:
+        """What a byte of the budget is worth."""
+        return self.of_byte + self.at_step
 
     def towards(self, other: JointPrices) -> JointPrices:
         """The prices halfway to others."""
         pairs = zip(self.exposed or (), other.exposed or (), strict=True)
-        return JointPrices((self.of_byte + other.of_byte) / 2, tuple((a + b) / 2 for a, b in pairs))
+        shares = tuple((a + b) / 2 for a, b in pairs)
+        return JointPrices((self.of_byte + other.of_byte) / 2, shares, (self.at_step + other.at_step) / 2)
 
     def is_near(self, other: JointPrices) -> bool:
         """Whether two prices are so close that they would lead to the same plan."""
         pairs = zip(self.exposed or (), other.exposed or (), strict=True)
-        same = all(abs(a - b) <= _SAME for a, b in pairs)
-        return same and abs(self.of_byte - other.of_byte) <= _NEAR * max(self.of_byte, other.of_byte)
+        near = _NEAR * max(self.of_bytes, other.of_bytes)
+        of_bytes = abs(self.of_byte - other.of_byte) + abs(self.at_step - other.at_step)
+        return all(abs(a - b) <= _SAME for a, b in pairs) and of_bytes <= near
+
+
+def has_state(space: Space, piece: Piece) -> bool:
+    """Whether a piece is of a value that backward may make again."""
+    if piece.kind != "saved activations":
+        return False
+    return not piece.is_edge or space.sites[space.edges[piece.place].target].kind == "op"
+
+
+def without_states(space: Space) -> Space:
+    """The space with the bytes that no states change, about: what backward makes again is there for a while."""
+    assert space.memory is not None
+    pieces = tuple(piece for piece in space.memory.pieces if not has_state(space, piece))
+    return replace(space, memory=replace(space.memory, pieces=pieces, readers=()))
 
 
 class JointTables:
-    """The tables of a space that include the choice of states, at one priced time."""
+    """The tables of a space that include the choice of states, at one priced time and one of the optimizer's step."""
 
-    def __init__(self, counted: Budgeted, time: int) -> None:
+    def __init__(self, counted: Budgeted, time: int, step: int) -> None:
         assert counted.memory is not None
         self.counted = counted
         self.memory = counted.memory
         self.passages: Passages = counted.memory.passages
-        self.time = time
+        self.time, self.step = time, step
         self.bases: dict[tuple[float, ...] | None, Problem] = {}  # by exposed shares; the last one only
         self.steps = self.space.setting.passes
         self.prices = AvailabilityPrices(self.space, self.passages, time, counted.points.kind_of)
@@ -79,18 +107,16 @@ class JointTables:
         sites: dict[int, list[np.ndarray]] = {}
         edges: dict[int, list[np.ndarray]] = {}
         for piece in self.memory.pieces:
-            if piece.first <= self.time <= piece.last and not self._has_state(piece):
+            if piece.first <= self.time <= piece.last and not has_state(self.space, piece):
                 (edges if piece.is_edge else sites).setdefault(piece.place, []).append(piece.bytes)
         return sites, edges
 
-    def _has_state(self, piece: Piece) -> bool:
-        if piece.kind != "saved activations":
-            return False
-        if not piece.is_edge:
-            return True
-        return self.space.sites[self.space.edges[piece.place].target].kind == "op"
+    def least_bytes(self) -> float:
+        """Bytes that no plan goes under at one of both times, under any sharding with any recompute."""
+        _, at_step = self.counted.at({self.step: 1.0}, 0.0)
+        return max(at_step, self._fewest_bytes())
 
-    def fewest_bytes(self) -> float:
+    def _fewest_bytes(self) -> float:
         """A lower bound of bytes at the priced time, for any sharding with any recompute."""
         once = Once()
         base = self.base((0.0,) * self.counted.kinds)
@@ -108,10 +134,12 @@ class JointTables:
         price, base = at.of_byte, self.base(at.exposed)
         costs = list(base.costs)
         factors = list(base.factors)
-        for i, held in self.fixed_sites.items():
-            costs[i] = _plus(once, costs[i], held, price)
-        for k, held in self.fixed_edges.items():
-            factors[k] = _of(factors[k], _plus(once, factors[k].table, held, price))
+        at_step = tuple({i: [held] for i, held in held_by.items()} for held_by in self.counted.row(self.step))
+        for of_byte, (by_sites, by_edges) in ((price, (self.fixed_sites, self.fixed_edges)), (at.at_step, at_step)):
+            for i, held in by_sites.items() if of_byte else ():
+                costs[i] = _plus(once, costs[i], held, of_byte)
+            for k, held in by_edges.items() if of_byte else ():
+                factors[k] = _of(factors[k], _plus(once, factors[k].table, held, of_byte))
         adds = self.prices.adds(at.exposed)
         for time, op in enumerate(self.passages.ops):
             costs[op.site] = self._site(once, time, costs[op.site], price, worth, adds[time])

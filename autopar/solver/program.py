@@ -9,6 +9,7 @@ from dataclasses import replace
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.curve import Curve, CurvePoint, between, curve_of
+from autopar.solver.figures import size
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.plan import Plan
 from autopar.solver.plan_of_choices import plan_of
@@ -18,6 +19,7 @@ from autopar.solver.recompute import lowest
 from autopar.solver.recompute import recompute as recomputing
 from autopar.solver.rivals import PricedSpace
 from autopar.solver.searches import SEARCHES, Findings, Search, Task, over_budget
+from autopar.solver.standing_bytes import least_standing
 from autopar.solver.ties import settled
 from autopar.space.space import Outdone, Space
 
@@ -84,9 +86,12 @@ def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
     if not task.has_budget:
         return infeasible(task.space, "elimination had to split, and found no choices that go together")
     known = found.lowest or (lowest(task) if task.recomputes else None)
-    if is_trial:
-        return Infeasible("no plan was found", smallest=(known or task.counted.smallest()[0]).peak)
-    return over_budget(task, known)
+    if not is_trial:
+        return over_budget(task, known, found.needs)
+    smallest = (known or task.counted.smallest()[0]).peak
+    return Infeasible(
+        f"no plan of {size(task.budget)} a device was found", smallest=smallest, stands=least_standing(task.space)
+    )
 
 
 def _curve(

@@ -28,6 +28,7 @@ from autopar.solver.figures import budget_for, size
 from autopar.solver.integer import optimise, smallest
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
+from autopar.solver.standing_bytes import MANY, least_standing, standing
 from autopar.solver.tables import Factor, Problem
 from autopar.solver.ties import settled
 from autopar.space.space import Space
@@ -79,6 +80,7 @@ class Findings:
     outcome: Outcome | None = None  # of prices
     stopped: tuple[str, ...] = ()  # searches that were stopped before their end
     lowest: Point | None = None  # where nothing fits, the plan of the lowest peak that was met
+    needs: float = 0.0  # and bytes that no plan goes under
 
     def is_open(self, gap: float) -> bool:
         """Whether some plan may be faster than the best one by more than this share."""
@@ -223,10 +225,10 @@ class WholeProgram:
 
 
 class SmallestPlan:
-    """The plan of the lowest known peak, where prices led to none that fits."""
+    """The plan of the lowest known peak, where prices led to none that fits; with recompute there are smaller ones."""
 
     def accepts(self, task: Task, found: Findings) -> bool:
-        return found.best is None and task.has_budget
+        return found.best is None and task.has_budget and not task.recomputes
 
     def look(self, task: Task, found: Findings) -> Findings:
         lowest, _ = task.counted.smallest()
@@ -250,35 +252,38 @@ def problem_of(space: Space) -> Problem:
     return Problem([s.seconds for s in space.sites], factors, regions_of(space))
 
 
-def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
+def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> Infeasible:
     """The letter about a budget that nothing fits: the bytes that any plan needs, and the smallest plan.
 
-    `lowest` is the smallest plan with recompute.
+    `lowest` is the smallest plan with recompute, and `needs` the bytes that no such plan goes under, as far as known.
     """
-    best, bound = task.counted.smallest()
-    if task.is_small() and best.peak > bound:
+    space, memory = task.space, task.space.memory
+    assert memory is not None
+    best, bound = (lowest, needs) if lowest is not None and len(space.sites) > MANY else task.counted.smallest()
+    if lowest is None and task.is_small() and best.peak > bound:
         answer = smallest(task.space, task.backend, best.peak)
         if answer.picked is not None:
             best = min(best, task.counted.point(answer.picked), key=lambda p: p.peak)
         if answer.ended:
             bound = max(bound, _whole_bytes(answer.value))
-    space, memory = task.space, task.space.memory
-    assert memory is not None
-    if lowest is not None and lowest.peak < best.peak:
+    needs = max(needs, sum(standing(space).values()))
+    if lowest is not None and lowest.recomputed and lowest.peak <= best.peak:
         when = memory.when(int(lowest.held.argmax()))
         recomputes = f"which recomputes {len(lowest.recomputed)} values"
+        beside = f"; {size(best.peak)} without recompute" if best is not lowest else ""
         return Infeasible(
             f"no plan of {size(task.budget)} a device was found on mesh {space.setting.mesh}",
             seen=(
-                f"{size(lowest.peak)}, at the {when}, in the smallest plan that was found, {recomputes}; "
-                f"{size(best.peak)} without recompute"
+                f"{size(needs)} are needed by any plan; {size(lowest.peak)}, at the {when}, in the smallest plan that "
+                f"was found, {recomputes}{beside}"
             ),
             advice=f"{budget_for(lowest.peak)}, or more devices",
-            needs=bound,
+            needs=needs,
             smallest=lowest.peak,
+            stands=least_standing(space),
             fullest=f"{size(lowest.peak)} at the {when}, {recomputes}",
         )
-    fullest = int(best.held.argmax())
+    fullest, bound = int(best.held.argmax()), max(bound, needs)
     unaided = " that recomputes nothing" if task.recomputes else ""
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
     fills = ", ".join(f"{kind} {size(float(n))}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
@@ -289,6 +294,7 @@ def over_budget(task: Task, lowest: Point | None = None) -> Infeasible:
         advice=f"{budget_for(best.peak)}, the smallest for which a plan{unaided} was found, or more devices",
         needs=bound,
         smallest=best.peak,
+        stands=least_standing(space),
         fullest=filled,
     )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
 from autopar.letters import Infeasible
 from autopar.solver.figures import size
+from autopar.space.memory import Piece
 from autopar.space.space import Space
 
 MANY = 1000  # sites, from which on a search takes longer than a person waits for a letter
@@ -39,9 +41,22 @@ def standing(space: Space) -> dict[str, float]:
     """The least bytes at the start of the optimizer's step, by kind, from each site's smallest choice."""
     assert space.memory is not None
     time = 2 * len(space.memory.ops)
+    return _least(space, lambda piece: piece.first <= time <= piece.last)
+
+
+def least_standing(space: Space) -> float:
+    """The least bytes that are held at every time of a step: they are there however few rows come at once."""
+    assert space.memory is not None
+    last = space.memory.times - 1
+    return sum(_least(space, lambda piece: piece.first == 0 and piece.last == last).values())
+
+
+def _least(space: Space, is_counted: Callable[[Piece], bool]) -> dict[str, float]:
+    """The least bytes of some pieces, by kind, from each site's smallest choice."""
+    assert space.memory is not None
     of_sites: dict[int, list[tuple[str, np.ndarray]]] = defaultdict(list)
     for piece in space.memory.pieces:
-        if not piece.is_edge and piece.first <= time <= piece.last:
+        if not piece.is_edge and is_counted(piece):
             of_sites[piece.place].append((piece.kind, piece.bytes))
     found: dict[str, float] = defaultdict(float)
     for place, pieces in of_sites.items():

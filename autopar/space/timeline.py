@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.space.space import Space
 
 SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: statistics, counts
+_TINY = 2**-10  # of the peak: larger values may be recomputed though they are small, as in a small model all are
 RESIDENT = -1  # in place of a value: parameters, buffers and inputs are there anyway
 OWN = -1  # in place of an edge: the memory is its own
 
@@ -150,7 +151,8 @@ class Timeline:
         # runs that come again wherever what they make is needed
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
         self.once = frozenset(i for i in self.forced if not self.runs[i].is_op)  # which the sharding counts, once
-        self.fixed = self.leaves | (self.bytes <= SMALL)  # of each value: it is not dropped, for it leaves, or is small
+        small = min(SMALL, _TINY * float(self.held.max(initial=0.0)))
+        self.fixed = self.leaves | (self.bytes <= small)  # of each value: it is not dropped, for it leaves, or is small
         self.fixed[list(self.saved_always)] = True
         gathered = {v for run in self.runs if not run.is_op and not run.reads for v in run.makes if not self.fixed[v]}
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True

@@ -175,7 +175,7 @@ def test_what_is_repeated_hides_communication_of_the_window_where_it_comes(bytes
     fastest = counted.fastest(math.inf, 0.0)
     point, exposed = fastest.best, fastest.prices.exposed
     line = Timeline.of(space, point.picked, point.held, point.momentary)
-    tables = joint.JointTables(counted, int(point.held.argmax()))
+    tables = joint.JointTables(counted, int(point.held.argmax()), 2 * line.ops)
     if free.hidden_s < 0.5 * free.beside_s:  # what ops of the first two blocks add to exposed windows is nothing
         assert tables.prices.adds(exposed) == pytest.approx([0.0] * 5 + [1.0] * (line.ops - 5), abs=1e-4)
     budgets = [peak for peak in np.unique(plans[:, 1]) if peak < free.peak_bytes]
@@ -281,13 +281,13 @@ def test_no_bound_is_over_the_whole_integer_program_and_no_plan_under_it(build, 
     times = []
     start = joint.JointTables.__init__
     monkeypatch.setattr(
-        joint.JointTables, "__init__", lambda self, counted, time: times.append(time) or start(self, counted, time)
+        joint.JointTables, "__init__", lambda self, *given: times.append(given[1:]) or start(self, *given)
     )
     free, gaps = solve(space), []
     for share in shares:
         budget = share * free.peak_bytes
         plan = solve(space, budget=budget, recompute="auto")
-        least = WholeProgram(space, times[-1], budget).least()
+        least = WholeProgram(space, *times[-1], budget).least()
         assert plan.lower_bound_s <= least * (1 + 1e-5) and least <= plan.step_time_s * (1 + 1e-5)
         gaps.append(plan.step_time_s / least - 1)
     assert plan.recomputed and min(gaps) < 0.03

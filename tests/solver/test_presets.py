@@ -486,7 +486,7 @@ def test_a_budget_that_nothing_meets_names_the_smallest_plan_of_micro_batches():
     """Where one in micro-batches was met that is smaller than any of the whole batch."""
     model, batch, how = llama(), drawn(16, 64, 64), {"mesh": 2, "assume": NO_PADDING, "chunks": 1}
     free = autopar.plan(model, batch, memory_budget="inf", **how)
-    whole, some = (refused(model, batch, int(0.2 * free.peak_bytes), microbatches=n, **how) for n in (1, "auto"))
+    whole, some = (refused(model, batch, int(0.1 * free.peak_bytes), microbatches=n, **how) for n in (1, "auto"))
     assert some.smallest < whole.smallest
     assert f"{size(some.smallest)} in the smallest plan that was found, in " in some.seen
     plan = autopar.plan(model, batch, memory_budget=int(some.smallest), **how)

@@ -1,4 +1,4 @@
-"""Sharding and recompute as one integer program: every choice, every state, and the bytes of one time of the step.
+"""Sharding and recompute as one integer program: every choice, every state, and the bytes of two times of the step.
 
 What the docstring of `solver/joint.py` relaxes, posed as it stands and solved by HiGHS. It knows the space and its
 pieces, no table, price or flow of the search; windows are none here, all communication is in line. Its least seconds
@@ -16,13 +16,13 @@ from autopar.space.timeline import OWN
 class WholeProgram:
     """The program of a space at one time, for one budget."""
 
-    def __init__(self, space, time: int, budget: float) -> None:
+    def __init__(self, space, time: int, step: int, budget: float) -> None:
         assert not space.windows and space.setting.accumulation == 1
-        self.space, self.time, self.budget = space, time, budget
+        self.space, self.time, self.step, self.budget = space, time, step, budget
         self.program = pulp.LpProblem("whole", pulp.LpMinimize)
         self.passages = space.memory.passages
         self.last = 2 * len(self.passages.ops) - 1
-        self.seconds, self.bytes = [], []
+        self.seconds, self.bytes, self.at_step = [], [], []
         self.names = 0
         self.picked = [self._one_of(site.seconds) for site in space.sites]
         self.flows = [self._flows(e) for e in space.edges]
@@ -32,7 +32,8 @@ class WholeProgram:
     def least(self, seconds: float = 300.0) -> float:
         """The least seconds, proven."""
         self.program += pulp.lpSum(self.seconds)
-        self.program += pulp.lpSum(self.bytes) <= self.budget * 1e-6
+        for held in (self.bytes, self.at_step):
+            self.program += pulp.lpSum(held) <= self.budget * 1e-6
         self.program.solve(pulp.HiGHS(msg=False, gapRel=1e-6, timeLimit=seconds))
         assert pulp.LpStatus[self.program.status] == "Optimal"
         return pulp.value(self.program.objective) / 1e6
@@ -60,18 +61,25 @@ class WholeProgram:
         return found
 
     def _pieces(self):
-        """Bytes that are held at the time whatever is recomputed."""
+        """Bytes that are held at the times whatever is recomputed."""
         for piece in self.space.memory.pieces:
-            if not piece.first <= self.time <= piece.last:
-                continue
-            if piece.is_edge:
-                of_op = self.space.sites[self.space.edges[piece.place].target].kind == "op"
-                if piece.kind == "saved activations" and of_op:
-                    continue
-                self.bytes += [float(piece.bytes[pair]) * 1e-6 * v for pair, v in self.flows[piece.place].items()]
-            elif piece.kind != "saved activations":
-                choices = zip(piece.bytes, self.picked[piece.place], strict=True)
-                self.bytes += [float(n) * 1e-6 * v for n, v in choices if v is not None]
+            held = self._held(piece)
+            if piece.first <= self.time <= piece.last and not self._has_state(piece):
+                self.bytes += held
+            if piece.first <= self.step <= piece.last:
+                self.at_step += held
+
+    def _has_state(self, piece):
+        """Whether a piece is of a value that backward may make again."""
+        of_op = not piece.is_edge or self.space.sites[self.space.edges[piece.place].target].kind == "op"
+        return piece.kind == "saved activations" and of_op
+
+    def _held(self, piece):
+        """The bytes of a piece, under the choices taken."""
+        if piece.is_edge:
+            return [float(piece.bytes[pair]) * 1e-6 * v for pair, v in self.flows[piece.place].items()]
+        choices = zip(piece.bytes, self.picked[piece.place], strict=True)
+        return [float(n) * 1e-6 * v for n, v in choices if v is not None]
 
     def _costs(self, state, parts, table, where):
         """A state that costs what the table says where it is taken under a choice."""

@@ -1,0 +1,273 @@
+"""`JointSearch`: the joint search of one space, which serves one budget after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.solver.availability import Availability
+from autopar.solver.budget import Budgeted, Outcome, prices_of
+from autopar.solver.eliminate import Found, minimise
+from autopar.solver.joint import JointPrices, JointTables, without_states
+from autopar.solver.lined import Lined, lowest_of, seconds_and_bytes
+from autopar.solver.points import Point
+from autopar.solver.polish import polished
+from autopar.solver.searches import Task
+from autopar.solver.standing_bytes import MANY
+
+DEARER = 8.0  # times the last price, while all that was met is over the budget
+_LOWER = 0.95  # of the smallest plan's bytes: the next budget for which one is looked for
+_DEAR = (30.0,)  # times the usual price of a byte, where small shardings are looked for
+_NEARLY, _FEW = 0.02, 2  # a gap at which the fastest shardings are good enough, and so many of the smallest
+_STEP = 3.0  # times the price of the best bound: no price of a byte alone is further from it
+_ROUGHLY = 0.08  # of what is open where memory is nothing yet: a bound that can rise by less is left as it is
+_CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of prices is halved
+_MOST = 8  # shardings that are handed on: so many
+
+
+@dataclass(slots=True, eq=False)
+class JointSearch:
+    """The joint search of one space; what it has met and proven serves one budget after the other."""
+
+    task: Task
+    free: Outcome  # where memory is nothing
+    tables: JointTables
+    met: dict[tuple[int, ...], Lined]  # shardings by their choices; the first is the fastest
+    stopped: list[str]
+    # at prices that were tried: bounds of seconds and priced bytes, and where a space is large what they are about
+    bounds: dict[JointPrices, float] = field(default_factory=dict)
+    rough: dict[JointPrices, float] = field(default_factory=dict)
+    worths: dict[JointPrices, Availability] = field(default_factory=dict)  # of availability
+    small: list[Lined] = field(default_factory=list)  # as far as `_where_bytes_are_dear` has come
+    smallest: Point | None = None  # once it was searched for
+    _bare: Budgeted | None = None  # see `bare`
+
+    @staticmethod
+    def of(task: Task) -> JointSearch | None:
+        """A new search of a space; None where the fastest plan has nothing that could be dropped."""
+        stopped: list[str] = []
+        free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_ROUGHLY, proves=False)
+        fastest = polished(task.counted, free, math.inf, task.gap, task.solver, stopped)
+        first = Lined.of(task, fastest) if fastest is not None else None
+        if first is None or not first.line.names:
+            return None
+        held, backward = first.point.held, 2 * first.line.ops
+        tables = JointTables(task.counted, int(held[:backward].argmax()), backward + int(held[backward:].argmax()))
+        return JointSearch(task, free, tables, {tuple(first.point.picked): first}, stopped)
+
+    @property
+    def first(self) -> Lined:
+        """The fastest sharding where memory costs nothing."""
+        return next(iter(self.met.values()))
+
+    @property
+    def own_gap(self) -> float:
+        """The gap of the fastest sharding without a budget: under a budget, a smaller gap is unlikely."""
+        return (self.first.point.seconds - self.free.bound) / self.first.point.seconds
+
+    def bound(self, budget: float) -> float:
+        """A proven lower bound of seconds under a budget."""
+        free = 0.0 if self.free.is_rough else self.free.bound
+        return max([free, *(least - at.of_bytes * budget for at, least in self.bounds.items())])
+
+    def about(self, budget: float) -> float:
+        """The lower bound under a budget, with those in single precision that are not proven yet."""
+        rough = (least - at.of_bytes * budget for at, least in self.rough.items())
+        return max([self.bound(budget), self.free.bound, *rough])
+
+    def best_prices(self, budget: float) -> JointPrices:
+        """The prices that give the best bound so far under a budget."""
+        tried = self.bounds | self.rough
+        best = max(tried, key=lambda at: tried[at] - at.of_bytes * budget, default=None)
+        at_first = JointPrices(0.0, self.free.prices.exposed)
+        if best is None or tried[best] - best.of_bytes * budget < self.free.bound:
+            return at_first
+        return best
+
+    def look(self, at: JointPrices, lined: Lined) -> Lined:
+        """Find the sharding of least cost at some prices, given availability prices under another sharding.
+
+        It and its bound are added to what is known. The other sharding is returned where choices do not go together.
+        """
+        is_large = self.task.counted.is_large
+        self.worths[at], least = self._least(at, lined)
+        (self.rough if is_large else self.bounds)[at] = least.bound
+        point = self.task.counted.point(least.picked)
+        if not math.isfinite(point.seconds):
+            return lined
+        key = tuple(point.picked)
+        found = self.met.get(key) or self.met.setdefault(key, Lined.of(self.task, point))
+        found.states.of(self.tables.prices.cheapest(found.line, at.of_byte, at.exposed))
+        return found
+
+    def _least(self, at: JointPrices, lined: Lined) -> tuple[Availability, Found]:
+        """Availability prices under a sharding, and the sharding that costs least at them."""
+        worth = self.tables.prices.worth(lined.line, at.of_byte, at.exposed)
+        return worth, minimise(self.tables.problem(at, worth), tries=1, is_rough=self.task.counted.is_large)
+
+    def ahead(self, budget: float) -> tuple[JointPrices, float]:
+        """Prices that maximise the least priced cost of plans met so far under a budget, and that cost.
+
+        No bound is higher. Where all plans are over the budget, prices of a byte are raised, and the cost is infinite.
+        """
+        times, met = (self.tables.time, self.tables.step), self._plans()
+        held = np.array([[plan.held[t] for t in times] for plan in met])
+        if (held.max(1) <= budget).any():
+            prices, most = prices_of(met, times, budget, self.task.counted.kinds)
+            of_byte, at_step = (prices.of_bytes.get(t, 0.0) for t in times)
+            return JointPrices(of_byte, prices.exposed, at_step), most
+        best, tried = self.best_prices(budget), [(at.of_byte, at.at_step) for at in (*self.bounds, *self.rough)]
+        usual, are_over = self.first.states.usual_price(self.tables.time) / DEARER, held.min(0) > budget
+        dearest = np.max([(0.0, 0.0), *tried], 0) * DEARER
+        raised = np.where(dearest > 0, dearest, usual)
+        of_byte, at_step = np.where(are_over | ~are_over.any(), raised, (best.of_byte, best.at_step)).tolist()
+        return JointPrices(of_byte, best.exposed, at_step), math.inf
+
+    def ahead_alone(self, budget: float) -> JointPrices:
+        """The best price of a byte at the priced time, within a factor of the best bound's, with its other prices.
+
+        Without this limit, a price from only a few plans would go too far.
+        """
+        best, time, met = self.best_prices(budget), self.tables.time, self._plans()
+        shares = np.array(best.exposed)
+        at_step = best.at_step * np.array([plan.held[self.tables.step] - budget for plan in met])
+        seconds = at_step + [plan.in_line + shares @ np.array(plan.over) for plan in met]
+        price, _ = dearest(seconds, np.array([plan.held[time] for plan in met]) - budget)
+        usual = self.first.states.usual_price(time) / DEARER
+        near = min(max(price, best.of_byte / _STEP), best.of_byte * _STEP) if best.of_byte else min(price, usual)
+        return JointPrices(near, best.exposed, best.at_step)
+
+    def _plans(self) -> list[Point]:
+        """The plans met so far: with states, and from the search without a budget."""
+        met = [plan for lined in self.met.values() for plan in lined.frontier(self.tables.time)]
+        return met + [point for point in self.free.points if tuple(point.picked) not in self.met]
+
+    def best_at(self, price: float) -> Lined:
+        """The sharding that costs least at a price of a byte, with the best of its known states."""
+
+        def cost(lined: Lined) -> float:
+            seconds, held = seconds_and_bytes(lined, self.tables.time)
+            return float((seconds + price * held).min())
+
+        return min(self.met.values(), key=cost)
+
+    def met_lowest(self) -> Point:
+        """The plan of the lowest peak that was met."""
+        return min((lowest_of(lined) for lined in self.met.values()), key=lambda p: (p.peak, p.seconds))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there are so many places that a search for shardings at many times takes too long."""
+        return len(self.task.space.sites) > MANY
+
+    @property
+    def bare(self) -> Budgeted:
+        """The space with the bytes that no states change."""
+        if self._bare is None:
+            self._bare = Budgeted(without_states(self.task.space))
+        return self._bare
+
+    def that_fit_bare(self, budget: float) -> Iterator[Lined]:
+        """Shardings that are fast and fit in a budget with what no states change; if there are none, small ones.
+
+        The fastest of them come first. In a large space they are those that are best where bytes are dear.
+        """
+        if self.is_long:
+            yield from self._where_bytes_are_dear()
+            return
+        gap = max(self.task.gap, _NEARLY)
+        outcome = self.bare.fastest(budget, gap, until=self.task.until, little=_ROUGHLY, proves=False)
+        fits = frontier([p for p in outcome.points if p.peak <= budget])
+        for point in fits or sorted(outcome.points, key=lambda p: p.peak)[:_FEW]:
+            if math.isfinite(point.seconds):
+                yield self._lined(point)
+
+    def _where_bytes_are_dear(self) -> Iterator[Lined]:
+        """Shardings that are best where bytes are dear; each is looked for once."""
+        usual, exposed = self.first.states.usual_price(self.tables.time), self.free.prices.exposed
+        for k, times in enumerate(_DEAR):
+            if k == len(self.small):
+                at = JointPrices(usual * times, exposed, usual * times)
+                point = self.task.counted.point(self._least(at, self.first)[1].picked)
+                self.small.append(self._lined(point) if math.isfinite(point.seconds) else self.first)
+            yield self.small[k]
+
+    def _lined(self, point: Point) -> Lined:
+        """A sharding with its states: those that are known, or none yet."""
+        known = self.met.get(tuple(point.picked))
+        return known or Lined.of(self.task, self.task.counted.point(point.picked))
+
+    def lowest(self) -> Point:
+        """The plan of the lowest peak that is found, the same under any budget; searched for once.
+
+        The search starts from the fastest sharding, and the smallest in what no states change.
+        """
+        if self.smallest is None:
+            self.smallest = self._search_lowest()
+        return self.smallest
+
+    def _search_lowest(self) -> Point:
+        """The plan of the lowest peak, by polishing the states of small shardings, where it takes no time."""
+        all_ = [Lined.of(self.task, self.first.point)]
+        if self.is_long:
+            all_ += self._where_bytes_are_dear()
+        elif math.isfinite((smallest := self.bare.smallest()[0]).seconds):
+            all_.append(self._lined(smallest))
+        for lined in all_:
+            lined.within(0.0)
+            if not self.is_long:
+                lined.polished(0.0)
+        lined = min(all_, key=lambda lined: lined.lowest)
+        while not self.is_long and lined.polished(_LOWER * lined.lowest) is not None:
+            pass
+        return lowest_of(lined)
+
+    def look_closely(self, budget: float) -> None:
+        """Prove, in double precision, the best bound that was found in single precision."""
+        if self.about(budget) <= self.bound(budget):
+            return
+        if self.about(budget) == self.free.bound:
+            self.free = self.task.counted.proven(self.free, math.inf)
+        else:
+            at = max(self.rough, key=lambda at: self.rough[at] - at.of_bytes * budget)
+            least = minimise(self.tables.problem(at, self.worths[at]), tries=1)
+            self.bounds[at] = least.bound
+            del self.rough[at]
+
+    def promising(self, budget: float, all_: Iterable[Lined]) -> tuple[float, float]:
+        """The price of a byte that maximises the least cost of shardings' plans under a budget, and that cost.
+
+        No bound is higher. The price is 0 where all plans are over the budget.
+        """
+        met = [seconds_and_bytes(lined, self.tables.time) for lined in all_]
+        seconds, held = np.concatenate(met, axis=1)
+        return dearest(seconds, held - budget)
+
+
+def dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
+    """The price that maximises the least cost of plans, by seconds and bytes over budget; and that cost.
+
+    The price is 0 where all plans are over the budget.
+    """
+    if not (over <= 0).any():
+        return 0.0, math.inf
+    low, high = _CHEAP, max(_CHEAP, float(seconds.max()))
+    for _ in range(_HALVINGS):
+        price = math.sqrt(low * high)
+        if over[int((seconds + price * over).argmin())] > 0:
+            low = price
+        else:
+            high = price
+    return high, float((seconds + high * over).min())
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Plans on the Pareto front of seconds and peak bytes, the fastest first; at most `_MOST`."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.peak)):
+        if math.isfinite(point.seconds) and (not found or point.peak < found[-1].peak):
+            found.append(point)
+    return found[:_MOST]

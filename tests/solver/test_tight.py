@@ -1,0 +1,91 @@
+"""Tight budgets: small models recompute, bytes that no schedule changes are priced, and letters say what is proven."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import DeviceMesh
+from autopar.letters import Infeasible
+from autopar.request import Request
+from autopar.solver import joint
+from autopar.solver.budget import Budgeted
+from autopar.solver.figures import size
+from autopar.solver.lined import Lined
+from autopar.solver.searches import Task
+from autopar.solver.standing_bytes import least_standing
+from autopar.space import timeline
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
+from tests.language import llama, zeros
+
+
+class Narrow(nn.Module):
+    """Residual blocks whose values are all under 64 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.h:
+            x = x + block(x)
+        return x.square().mean()
+
+
+ROWS = {"x": torch.zeros(256, 16)}
+
+
+def narrow(share=math.inf, **how):
+    """The plan at a share of the free peak."""
+    how = {"mesh": (2,), "loss": lambda out, inputs: out} | how
+    free = autopar.plan(Narrow(), ROWS, memory_budget="inf", **how)
+    return free, autopar.plan(Narrow(), ROWS, memory_budget=int(share * free.peak_bytes), **how)
+
+
+def test_a_small_model_recomputes_before_its_batch_is_cut():
+    free, plan = narrow(0.5)
+    assert free.peak_bytes < 2**20 and plan.peak_bytes <= 0.5 * free.peak_bytes
+    assert plan.microbatches == 1 and plan.recomputed and plan.step_time_s < 1.5 * free.step_time_s
+
+
+def schedules(space, counted):
+    """Bytes at every time under drawn shardings with drawn states: each sharding, its rows, its line, and those."""
+    draw, task = np.random.default_rng(0), Task(counted, math.inf, "cbc", None, 0.0, math.inf, recomputes=True)
+    for times in draw.integers(0, space.memory.times, (8, 2)):
+        point, _ = counted.at({int(t): 1.0 for t in times}, float(draw.choice([1e-9, 1.0])))
+        lined = Lined.of(task, counted.point(point.picked))
+        for share in (0.0, 0.3, 0.7, 1.0):
+            again = lined.line.again([name for name in lined.line.names if draw.random() < share])
+            yield lined, counted.points.by_tables(point).held, lined.line.under(again).held
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_what_is_said_to_be_needed_is_in_every_schedule(turns, monkeypatch):
+    monkeypatch.setattr(timeline, "SMALL", 0)
+    request = Request(mesh=(2,), microbatches=turns)
+    graph = request.in_turns(request.trace(llama(1), zeros(8, 16)), turns)
+    setting = Setting(DeviceMesh((2,)), request.hardware, regather=True, turns=turns)
+    space = shardings(graph, setting)
+    counted, step = Budgeted(space), 2 * len(space.memory.ops)
+    tables = [joint.JointTables(counted, time, step) for time in (step // 2, 3 * step // 4)]
+    needed, always = max(t.least_bytes() for t in tables), least_standing(space)
+    assert 0 < always <= needed
+    for lined, rows, held in schedules(space, counted):
+        assert held.max() >= needed * (1 - 1e-9) and held.min() >= always * (1 - 1e-9)
+        assert (held[step:] >= rows[step:] * (1 - 1e-9)).all() and held[step:].max() == lined.at_step
+
+
+def test_a_letter_needs_no_more_than_its_smallest_plan_holds():
+    with pytest.raises(Infeasible) as letter:
+        narrow(0.05, microbatches=1)
+    found = letter.value
+    assert 0 < found.stands <= found.needs <= found.smallest
+    assert f"{size(found.needs)} are needed by any plan; " in found.seen
