@@ -33,16 +33,18 @@ from autopar.turns import head_of
 log = logging.getLogger("autopar")
 _BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
-_TURNS_TRIED = 3  # numbers of turns, before what the last two lack says whether more may fit
+_TURNS_TRIED = 3  # numbers of turns, before what the last two lack says exactly whether more may fit
+_FAR = 1.25  # of a budget: plans that would hold more are not searched for
 
 
-def plan_of(graph: Graph, request: Request, started: float = math.inf) -> Plan:
+def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
     """The fastest plan found for a graph, on the mesh that is asked for or on the best one.
 
-    `started` is the time of the monotonic clock from which the time limit counts.
+    `started` is the time of the monotonic clock from which the time limit counts. The caller of a trial plans otherwise
+    if nothing fits.
     """
     began = time.monotonic()
-    found = _in_few_turns(graph, request, started)
+    found = _in_few_turns(graph, request, started, is_trial)
     log.info("planned on mesh %s in %.1f s, gap %.2f%%", found.mesh, time.monotonic() - began, 100 * found.gap)
     if isinstance(found.search, PricedSpace):
         found.search.others = functools.partial(_beside, graph, request, found.mesh, found.microbatches)
@@ -62,13 +64,13 @@ def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool 
     again = replace(request, mesh=first.mesh, time_limit=None, gap=max(request.gap, _AGAIN))
     again = replace(again, microbatches=turns, chunks=chunks)
     letter: Letter | None = None
-    for dropped, freer in (
-        ("", {"constraints": {**stored, **mine}}),
-        ("constraints and preset", {"constraints": stored, "parallel": None}),
-        ("constraints, preset and budget", {"constraints": stored, "parallel": None, "memory_budget": math.inf}),
-    ):
+    free: dict[str, Any] = {"constraints": stored, "parallel": None}
+    ways: list[tuple[str, dict[str, Any]]] = [("", {"constraints": {**stored, **mine}})]
+    if mine or request.parallel is not None:
+        ways.append(("constraints and preset", free))
+    for dropped, freer in (*ways, ("constraints, preset and budget", {**free, "memory_budget": math.inf})):
         try:
-            found = plan_of(graph, replace(again, **freer))
+            found = plan_of(graph, replace(again, **freer), is_trial=True)
         except (BadConstraint, BadPreset, Infeasible) as e:
             letter = letter or e
         else:
@@ -91,15 +93,19 @@ def _beside(graph: Graph, request: Request, mesh: DeviceMesh, turns: int) -> tup
     return tuple(found)
 
 
-def _in_few_turns(graph: Graph, request: Request, started: float = math.inf) -> Plan:
+def _in_few_turns(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
     """The fastest plan found for a graph; with "auto", in as few micro-batches as fit in the budget."""
     until = math.inf if request.time_limit is None else started + request.time_limit
     if request.microbatches != "auto":
-        return _on_meshes(Planning(request, request.in_turns(graph, int(request.microbatches)), until))
+        turned = request.in_turns(graph, int(request.microbatches))
+        return _on_meshes(Planning(request, turned, until, is_trial=is_trial))
     letters: dict[int, Infeasible] = {}  # by micro-batches
     for turns in _numbers_of_turns(rows_of_batch(graph)):
+        if letters and _are_too_few(letters, turns, request.budget):
+            continue
         try:
-            return _on_meshes(Planning(request, request.in_turns(graph, turns), until, is_trial=turns > 1))
+            turned = request.in_turns(graph, turns)
+            return _on_meshes(Planning(request, turned, until, is_trial=is_trial or turns > 1))
         except Infeasible as e:
             letters[turns] = e
             if not _may_fit(letters, request.budget):
@@ -142,11 +148,21 @@ def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
     *_, last = letters
     if letters[last].is_of_states:
         return False
-    if len(letters) < _TURNS_TRIED:
+    if len(letters) < 2:
         return True
     *_, before, last = letters
     saved = (letters[before].smallest - letters[last].smallest) * before / (last - before)
-    return letters[last].smallest - saved <= budget
+    return letters[last].smallest - saved <= budget * (_FAR if len(letters) < _TURNS_TRIED else 1.0)
+
+
+def _are_too_few(letters: Mapping[int, Infeasible], turns: int, budget: float) -> bool:
+    """Whether so many turns are not worth a search, after the smallest plan in fewer.
+
+    At best all that does not stand is proportional to the rows of a turn.
+    """
+    *_, last = letters
+    letter = letters[last]
+    return letter.stands + (letter.smallest - letter.stands) * last / turns > _FAR * budget
 
 
 def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
