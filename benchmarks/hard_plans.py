@@ -10,6 +10,7 @@ does not change them much. The budgets of convnext go down to one that nothing f
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ BARS: dict[str, tuple[str, float, float | None]] = {
     "masks": ("13 attentions of one sequence with 13 masks, on (2, 2) with fast links", 20.0, 0.005),
     "gpt2": ("GPT-2 small, 2 layers, 8 x 128, on (2, 2)", 6.0, 0.035),
     "granite": ("Granite, 2 layers, 64 wide, 8 x 16, on (2, 2, 2)", 20.0, 0.02),
+    "tight": ("Granite and SmolLM3, 2 layers, 64 wide, 8 x 16, on (2,), at shares of their free peaks", 10.0, None),
     "infeasible": (
         "LLaMA-8B's shape on (8, 8): budgets that nothing fits, far under the smallest plan and near it",
         15.0,
@@ -40,6 +42,16 @@ BARS: dict[str, tuple[str, float, float | None]] = {
 }
 
 
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WHOLE = {"chunks": 1, "microbatches": 1}
 
 
@@ -165,17 +177,16 @@ def run(case: str) -> None:
         model, batch = language_model("GPT2LMHeadModel", transformers.GPT2Config(n_layer=2), 8, 128)
         timed("free", lambda: autopar.plan(model, batch, mesh=(2, 2)))
     elif case == "granite":
-        config = transformers.GraniteConfig(
-            num_hidden_layers=2,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=256,
-            max_position_embeddings=64,
-        )
-        model, batch = language_model("GraniteForCausalLM", config, 8, 16)
+        model, batch = language_model("GraniteForCausalLM", transformers.GraniteConfig(**SMALL), 8, 16)
         timed("free", lambda: autopar.plan(model, batch, mesh=(2, 2, 2)))
+    elif case == "tight":
+        for kind, tokens in (("Granite", {}), ("SmolLM3", TOKENS)):
+            config = getattr(transformers, f"{kind}Config")(**SMALL, **tokens)
+            call = functools.partial(autopar.plan, *language_model(f"{kind}ForCausalLM", config, 8, 16), mesh=(2,))
+            free = timed(f"{kind}: free", call)
+            for share in (0.7, 0.6, 0.5, 0.4, 0.3):
+                under = functools.partial(call, memory_budget=int(share * free.peak_bytes))
+                timed(f"{kind}: {share:.0%} of the free peak", under)
     elif case == "infeasible":
         model, batch, how = llama_8b()
         timed("1 GiB", lambda: autopar.plan(model, batch, memory_budget=1 << 30, **how))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from importlib import resources
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 import autopar
 from autopar import DeviceMesh
-from autopar.letters import BadInput, NotCaptured
+from autopar.letters import BadInput, Infeasible, NotCaptured
 from autopar.module import state
 from autopar.request import Request
 from autopar.search import plan_again, plan_of
@@ -100,6 +101,22 @@ def test_a_pattern_that_matches_parameters_alone_does_not_undo_other_constraints
     impossible = dataclasses.replace(request, constraints={"x": "S(7)@dp"})
     told = plan_again(request.trace(model, batch_of(3)), impossible, first).warnings
     assert told[0].startswith("another batch is planned without constraints and preset: ")
+
+
+def test_another_batch_is_searched_for_once_under_the_budget_and_once_without_one(monkeypatch):
+    """Whatever is in the way: a training loop waits."""
+    model, batch = mlp_case()
+    request, asked = Request(mesh=(2,), memory_budget="inf"), []
+    first = plan_of(request.trace(model, batch), request)
+
+    def refused(graph, request, started=math.inf, is_trial=False):
+        asked.append((request.memory_budget, is_trial))
+        raise Infeasible("no plan")
+
+    monkeypatch.setattr("autopar.search._in_few_turns", refused)
+    with pytest.raises(Infeasible, match="no plan"):
+        plan_again(request.trace(model, batch_of(4)), dataclasses.replace(request, memory_budget=1 << 20), first)
+    assert asked == [(1 << 20, True), (math.inf, True)]
 
 
 def test_another_batch_is_planned_without_the_file_of_the_cluster(tmp_path):
