@@ -261,7 +261,7 @@ def _auto(task: Task, without: Without) -> Findings:
             within.best = found.best
         points = frontier(found.outcome.points if found.outcome else [])
         within.add(points)
-        if within.best is not known:
+        if within.best is None or within.best is not known:
             within.polish()
         found = replace(found, best=within.best, bound=joint.bound(task.budget), outcome=joint.free)
         found = replace(found, stopped=(*joint.stopped, *found.stopped))
