@@ -484,9 +484,9 @@ def test_2d_stores_its_weights_cut_along_data_too(zero):
 
 def test_a_budget_that_nothing_meets_names_the_smallest_plan_of_micro_batches():
     """Where one in micro-batches was met that is smaller than any of the whole batch."""
-    model, batch, how = llama(), drawn(16, 64, 64), {"mesh": 2, "assume": NO_PADDING, "chunks": 1}
+    model, batch, how = llama(1), drawn(16, 64, 64), {"mesh": 2, "assume": NO_PADDING, "chunks": 1}
     free = autopar.plan(model, batch, memory_budget="inf", **how)
-    whole, some = (refused(model, batch, int(0.1 * free.peak_bytes), microbatches=n, **how) for n in (1, "auto"))
+    whole, some = (refused(model, batch, int(0.05 * free.peak_bytes), microbatches=n, **how) for n in (1, "auto"))
     assert some.smallest < whole.smallest
     assert f"{size(some.smallest)} in the smallest plan that was found, in " in some.seen
     plan = autopar.plan(model, batch, memory_budget=int(some.smallest), **how)
@@ -498,7 +498,7 @@ def test_a_budget_that_nothing_meets_names_the_smallest_plan_of_micro_batches():
 )
 def test_the_budget_that_a_letter_names_is_met(make, mesh, share):
     """The smallest plan of the letter is found again where its bytes are the budget, which is larger."""
-    model, batch, how = make(2), drawn(16, 64, 64), {"mesh": mesh, "microbatches": 1, "assume": NO_PADDING}
+    model, batch, how = make(1), drawn(16, 64, 64), {"mesh": mesh, "microbatches": 1, "assume": NO_PADDING}
     free = autopar.plan(model, batch, memory_budget="inf", **how)
     letter = refused(model, batch, int(share * free.peak_bytes), **how)
     assert autopar.plan(model, batch, memory_budget=int(letter.smallest), **how).peak_bytes <= letter.smallest
@@ -513,7 +513,7 @@ def refused(model, batch, budget, **how):
 
 def test_a_budget_that_no_mesh_meets_tells_the_least_need_of_all_meshes():
     model, batch = mlp_case()
-    batch = {name: torch.zeros(12, *t.shape[1:], dtype=t.dtype) for name, t in batch.items()}
+    batch = {name: torch.zeros(10, *t.shape[1:], dtype=t.dtype) for name, t in batch.items()}
 
     def letter(mesh):
         with pytest.raises(Infeasible) as found:
@@ -521,7 +521,7 @@ def test_a_budget_that_no_mesh_meets_tells_the_least_need_of_all_meshes():
         return found.value
 
     each, one = [letter(shape) for shape in ((6,), (2, 3), (3, 2))], letter(6)
-    assert len({e.needs for e in each}) > 1 and min(each, key=lambda e: e.needs) is not each[0]
+    assert len({e.smallest for e in each}) == 3 and min(each, key=lambda e: e.smallest) is not each[0]
     assert one.needs == min(e.needs for e in each) and one.smallest == min(e.smallest for e in each)
     assert f"{size(one.needs)} are needed by any plan on any of 3 meshes" in str(one)
     assert budget_for(one.smallest) in str(one)
