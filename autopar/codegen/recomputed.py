@@ -49,7 +49,8 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
     """
     if not plan.recomputed:
         return NOTHING
-    views, nodes = _views(graph), [n for n in program.fx.nodes if n.op == "call_function"]
+    kind = "cpu" if device == "cpu" else "cuda"
+    views, nodes = _views(graph, kind), [n for n in program.fx.nodes if n.op == "call_function"]
     places = {node.name: place for place, node in enumerate(nodes)}
     found: dict[fx.Node, None] = {}
     for node in nodes:
@@ -59,7 +60,7 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
         if is_named or (follows and any(operand in found for operand in node.all_input_nodes)):
             found[node] = None
     # a kernel remakes what stands between its ends, from its operands
-    keeps = _keeps(graph, device) | {n.name: {a.name for a in n.all_input_nodes} for n in nodes if is_kernel(n)}
+    keeps = _keeps(graph, kind) | {n.name: {a.name for a in n.all_input_nodes} for n in nodes if is_kernel(n)}
     demands = _Demands(nodes, found, keeps, _Passing.of(graph, nodes, found, views, plan.passing))
     wanted = demands.places()
     exchanged = frozenset(n.name for n in wanted if info(n).kind == "conversion")
@@ -154,16 +155,15 @@ class _Demands:
         return made
 
 
-def _keeps(graph: Graph, device: str) -> dict[str, set[str]]:
-    """Names of the values that the backward of each op reads, by the op's name."""
-    kind = "cpu" if device == "cpu" else "cuda"
+def _keeps(graph: Graph, kind: str) -> dict[str, set[str]]:
+    """Names of the values that the backward of each op reads on a kind of device, by the op's name."""
     ops = [n for n in graph.nodes if info(n).kind == "op"]
     return {op.name: {value.name for value in kept_by(op, kind, emitted=True)[0]} for op in ops}
 
 
-def _views(graph: Graph) -> set[str]:
+def _views(graph: Graph, kind: str) -> set[str]:
     """Keys of the ops all of whose results share memory with an operand."""
-    memory = memories(graph)
+    memory = memories(graph, kind)
     ops = [n for n in graph.nodes if info(n).kind == "op"]
     return {
         info(op).key

@@ -169,6 +169,8 @@ class Facts:
     work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = None  # temporary bytes, forward and backward
     # more temporary bytes of its local form, on a device that holds parts of these shapes of each operand
     part_work: Callable[[OpCall, Any, str], tuple[int, int]] | None = None
+    # bytes that its local form keeps for its backward besides, on a device that holds parts of these shapes
+    part_keeps: Callable[[OpCall, Any], int] | None = None
     flops: tuple[float, str] | None = None  # of a product: FLOPs per point of its factors, but those of this pattern
     windows: bool = False  # it reads windows of its input, from memory: a product's kernels are not those of rows
     heads: bool = False  # it is attention: its kernels are timed by the width of heads and the length of the sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,6 +81,14 @@ def rows_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     if sums := tuple(here.mesh.axes[a] for a, placement in enumerate(lies.placements) if placement.is_partial):
         how["sums"] = sums
     return forms.embedding_part, {**how, "cuts": cuts(here, shape, lies, 0)}
+
+
+def kept_of_rows(call: OpCall, held: Sequence[tuple[int, ...]]) -> int:
+    """The bytes that a look-up in a part of the vocabulary keeps: places in the part, and masks of tokens."""
+    if held[1][0] == call.arguments["weight"].shape[0]:
+        return 0
+    masks = 1 + (call.arguments.get("padding_idx") is not None)
+    return (call.arguments["input"].itemsize + masks) * math.prod(held[0])
 
 
 def index_rule(arguments: Mapping[str, Any]) -> Rule | None:
@@ -382,6 +391,7 @@ op(
     form=rows_of_part,
     counts="v",
     keeps="input",
+    part_keeps=kept_of_rows,
 )
 op(
     "embedding_bag",

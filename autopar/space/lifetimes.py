@@ -69,7 +69,7 @@ class Lifetimes:
         self.clock = clock
         self.parameters = parameters
         # the memory of each value; those that are not contiguous; and how they lie
-        self.memory, self.turned, self.lies = layouts(graph)
+        self.memory, self.turned, self.lies = layouts(graph, kind)
         owner = owners(graph, self.memory)
         self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
         self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch.fx as fx
@@ -18,6 +19,9 @@ from autopar.space.local_bytes import LocalBytes, Tensors
 from autopar.space.saved import work_of
 from autopar.space.wiring import Wiring
 
+# bytes, of the shapes of a device's parts by operand
+BytesOf = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
+
 
 class OpBytes:
     """Tables of one space's ops."""
@@ -31,6 +35,8 @@ class OpBytes:
     def besides(self, op: fx.Node) -> np.ndarray | None:
         """Bytes that an op makes in forward and keeps for its backward; None where there are none."""
         held, back = self.lifetimes.besides[op], self.lifetimes.backward.get(op)
+        if facts_of(op_name(op)).part_keeps is not None and type_of(op).requires_grad:
+            return self._part_keeps(op) + self._sum(op, held)
         if not held:
             return None
         if back is not None and back.is_apart and held is back.besides:
@@ -97,7 +103,7 @@ class OpBytes:
 
         def on(shapes: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
             back = backward_on(op, self.lifetimes.lies, shapes) or whole
-            besides = sum(n for n, _ in back.besides)
+            besides = sum(n for n, _ in back.besides) + self._shown(op, back.reads - whole.reads, shapes)
             made = max((sum(n for n, _ in step) for step in back.made), default=besides)
             return float(besides), float(made - besides), float(back.most(freed) - besides)
 
@@ -115,6 +121,18 @@ class OpBytes:
 
         return self.bytes.once(("on parts", freed, *counted), (whole, choices), found)
 
+    def _shown(self, op: fx.Node, places: Iterable[int], shapes: Sequence[tuple[int, ...]]) -> float:
+        """Bytes of the memories that operands of these shapes lie on, which backward reads on such parts alone.
+
+        A part of one row may be a view where the whole is copied.
+        """
+        found: dict[int, float] = {}
+        for place in places:
+            value, memory = tensor_operands(op)[place], self.lifetimes.memory[tensor_operands(op)[place]]
+            share = math.prod(shapes[place]) / max(1, math.prod(type_of(value).shape))
+            found[memory] = max(found.get(memory, 0.0), share * self.lifetimes.whole[memory])
+        return sum(found.values())
+
     def _sum(self, op: fx.Node, helds: Iterable[Held]) -> np.ndarray:
         """Bytes by choice of tensors, each divided as the tensor of the call that it is like."""
         total = np.zeros(len(self.wiring.site(op).choices))
@@ -131,18 +149,29 @@ class OpBytes:
 
     def _part_work(self, op: fx.Node) -> tuple[np.ndarray, ...]:
         """Bytes of the workspace of an op's local form in forward and in backward, by choice."""
-        choices = self.wiring.site(op).choices
-        types = tuple(map(type_of, tensor_operands(op)))
+        call, part_work = call_of(op), facts_of(op_name(op)).part_work
+        assert part_work is not None
+        like = (op_name(op), op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
+        return self._by_parts(op, like, lambda held: part_work(call, held, self.kind))
+
+    def _part_keeps(self, op: fx.Node) -> np.ndarray:
+        """Bytes that an op's local form keeps for its backward, by choice."""
+        call, part_keeps = call_of(op), facts_of(op_name(op)).part_keeps
+        assert part_keeps is not None
+        like = ("keeps", op_name(op), op.kwargs.get("padding_idx") is None)
+        return self._by_parts(op, like, lambda held: (part_keeps(call, held),))[0]
+
+    def _by_parts(self, op: fx.Node, like: object, bytes_of: BytesOf) -> tuple[np.ndarray, ...]:
+        """Columns of bytes by choice, from the shapes of the parts of each operand on the fullest device."""
+        choices, types = self.wiring.site(op).choices, tuple(map(type_of, tensor_operands(op)))
 
         def made() -> tuple[np.ndarray, ...]:
-            call, part_work, rows = call_of(op), facts_of(op_name(op)).part_work, []
-            assert part_work is not None
-            for c in choices:
-                held = [
-                    largest_local_shape(t.shape, values(c.operand(i)), self.bytes.mesh) for i, t in enumerate(types)
-                ]
-                rows.append(part_work(call, held, self.kind))
+            rows = [
+                bytes_of(
+                    [largest_local_shape(t.shape, values(c.operand(i)), self.bytes.mesh) for i, t in enumerate(types)]
+                )
+                for c in choices
+            ]
             return tuple(np.array(column, float) for column in zip(*rows, strict=True))
 
-        like = (op_name(op), types, op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
-        return self.bytes.once(like, (choices,), made)
+        return self.bytes.once((like, types), (choices,), made)

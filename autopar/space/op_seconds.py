@@ -101,7 +101,7 @@ class OpSeconds:
         self.mesh = setting.mesh
         self.cluster = setting.cluster
         self.costs = CostModel(setting.cluster, setting.mesh.size)
-        self.copied = _copies(graph)
+        self.copied = _copies(graph, self.cluster.device.kernels)
         self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
         self.groups = groups_of(graph, setting)
         self.relieved = relieved_of(graph, setting)
@@ -377,9 +377,9 @@ def _goes_beyond(op: str, binding: Binding, cut: Cut | None) -> bool:
     return binding.is_inside(cut) or any(re.fullmatch(facts_of(op).counts, factor) for factor in cut.factors)
 
 
-def _copies(graph: Graph) -> frozenset[fx.Node]:
-    """The ops that are usually free views, and have to copy here."""
-    memory = memories(graph)
+def _copies(graph: Graph, kind: str) -> frozenset[fx.Node]:
+    """The ops that are usually free views, and have to copy here, on a kind of device."""
+    memory = memories(graph, kind)
 
     def is_copied(node: fx.Node) -> bool:
         if info(node).kind != "op" or not facts_of(op_name(node)).free:

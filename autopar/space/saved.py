@@ -27,7 +27,7 @@ from autopar.graph.nodes import is_value, tensor_operands, wants_gradient
 from autopar.ops.entry import Line, facts_of
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import optimizer_figures
-from autopar.space.backward_kernels import Backward, End, Held, port_of
+from autopar.space.backward_kernels import Backward, End, Held, is_opened, port_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def saved(graph: Graph, cluster: Any = None, emitted: bool = False) -> tuple[Sav
     `emitted` asks for the emitted program rather than torch's own. Parameters, buffers and inputs do not count.
     """
     kind = Cluster.of(cluster).device.kernels
-    memory = memories(graph)
+    memory = memories(graph, kind)
     rows: list[Saved] = []
     counted: set[Any] = {memory[n] for n in graph.nodes if info(n).kind in ("parameter", "buffer", "input")}
 
@@ -148,15 +148,16 @@ def _nodes(value: Any) -> list[fx.Node]:
     return [value] if is_value(value) else []
 
 
-def memories(graph: Graph) -> dict[fx.Node, int]:
+def memories(graph: Graph, kind: str) -> dict[fx.Node, int]:
     """The memory of each value, as a number; values with equal numbers share theirs."""
-    return layouts(graph)[0]
+    return layouts(graph, kind)[0]
 
 
-def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node], dict[fx.Node, torch.Tensor]]:
+def layouts(graph: Graph, kind: str) -> tuple[dict[fx.Node, int], set[fx.Node], dict[fx.Node, torch.Tensor]]:
     """The memory of each value, as a number, the values that are not contiguous, and a meta tensor for each.
 
-    Found by running each kind of call once, on meta tensors of the strides that reach it, where a view is a view.
+    They are as on a kind of device, found by running each kind of call once, on meta tensors of the strides that reach
+    it, where a view is a view.
     """
     kinds = calls(graph)
     shapes: dict[Any, torch.Tensor] = {}  # one meta tensor for each type and strides
@@ -181,7 +182,7 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node], dict[fx.Nod
                 key = (kinds[node], *(id(held[n][0][0]) for n in operands))
                 if key not in ran:
                     given = {n: held[n][0][0] for n in operands}
-                    ran[key] = [(like(t), at) for t, at in _run_alone(node, given)]
+                    ran[key] = [(like(t), at) for t, at in _run_alone(node, given, kind)]
                 before = [held[n][0][1] for n in operands]
                 fresh: dict[int, int] = {}  # results may share a memory of their own
                 held[node] = [(t, before[at] if at >= 0 else fresh.setdefault(at, next(count))) for t, at in ran[key]]
@@ -190,7 +191,7 @@ def layouts(graph: Graph) -> tuple[dict[fx.Node, int], set[fx.Node], dict[fx.Nod
     return memories, {n for n in single if not held[n][0][0].is_contiguous()}, {n: held[n][0][0] for n in single}
 
 
-def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]]:
+def _run_alone(node: fx.Node, given: dict[fx.Node, Any], kind: str) -> list[tuple[Any, int]]:
     """The results of one call on meta tensors, each with the index of the operand whose memory it shares.
 
     A negative number stands for memory of its own.
@@ -202,9 +203,10 @@ def _run_alone(node: fx.Node, given: dict[fx.Node, Any]) -> list[tuple[Any, int]
     where = {t.untyped_storage()._cdata: i for i, t in enumerate(env.values())}
     if op_name(node) == "scaled_dot_product_attention":
         query: Any = env[node.kwargs["query"]]
-        result: Any = torch.empty_like(
-            query[..., :1].expand(about.outputs[0].shape) if query.shape != about.outputs[0].shape else query
-        )  # its kernels lay it out as the query
+        whole = query if query.shape == about.outputs[0].shape else query[..., :1].expand(about.outputs[0].shape)
+        # a fused kernel lays it out as the query, and products of its own in order
+        is_fused = kind != "cpu" or not (about.random >= 0 or is_opened(node, env))
+        result: Any = torch.empty_like(whole) if is_fused else torch.empty(whole.shape, dtype=whole.dtype)
     else:
         try:
             result = run(node, env)
