@@ -8,12 +8,16 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
 from autopar import Cluster
+from autopar.ops.entry import FACTS
+from autopar.space import lifetimes, saved
+from autopar.space.op_bytes import OpBytes
 from benchmarks import memory, memory_models
 from tests.language import gpt2, llama, zeros
 from tests.models import MLP
@@ -168,3 +172,32 @@ def test_models_of_other_fields_hold_what_their_plans_say(model, plan):
     torch.manual_seed(0)
     planned, held = memory_models.compared(model, plan)
     assert 0.99 <= planned.peak_bytes / held <= 1.05
+
+
+def undivided(self, op, helds):
+    """Bytes of whole tensors, under any choice."""
+    return np.full(len(self.wiring.site(op).choices), float(sum(nbytes for nbytes, _ in helds)))
+
+
+WRONG = {  # what is broken, and the model and the plan in which bytes are off then
+    "a local form keeps nothing": (FACTS["embedding"], "part_keeps", None, "attention, learned bias", "megatron"),
+    "a CPU's attention lies as its queries": (
+        saved,
+        "is_opened",
+        lambda *_: False,
+        "attention, learned bias",
+        "free at 80 %",
+    ),
+    "a view of one row is a copy": (OpBytes, "_shown", lambda *_: 0.0, "attention, learned bias", "free at 60 %"),
+    "what is made besides is whole": (OpBytes, "_sum", undivided, "convolution and group norm", "free"),
+    "no backward is read off its kernels": (lifetimes, "backwards", lambda *_: {}, "graph, sums", "free"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_bytes_are_noticed(name, monkeypatch):
+    *plant, model, plan = WRONG[name]
+    torch.manual_seed(0)
+    monkeypatch.setattr(*plant)
+    planned, held = memory_models.compared(model, plan)
+    assert not 0.99 <= planned.peak_bytes / held <= 1.05
