@@ -16,6 +16,8 @@ from autopar.request import Request
 from autopar.solver import joint
 from autopar.solver.budget import Budgeted
 from autopar.solver.figures import size
+from autopar.solver.joint import JointPrices
+from autopar.solver.joint_search import JointSearch
 from autopar.solver.lined import Lined
 from autopar.solver.searches import Task
 from autopar.solver.standing_bytes import least_standing
@@ -67,13 +69,17 @@ def schedules(space, counted):
             yield lined, counted.points.by_tables(point).held, lined.line.under(again).held
 
 
+def language_space(turns):
+    """The space of a small LLaMA on two devices."""
+    request = Request(mesh=(2,), microbatches=turns)
+    graph = request.in_turns(request.trace(llama(1), zeros(8, 16)), turns)
+    return shardings(graph, Setting(DeviceMesh((2,)), request.hardware, regather=True, turns=turns))
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 def test_what_is_said_to_be_needed_is_in_every_schedule(turns, monkeypatch):
     monkeypatch.setattr(timeline, "SMALL", 0)
-    request = Request(mesh=(2,), microbatches=turns)
-    graph = request.in_turns(request.trace(llama(1), zeros(8, 16)), turns)
-    setting = Setting(DeviceMesh((2,)), request.hardware, regather=True, turns=turns)
-    space = shardings(graph, setting)
+    space = language_space(turns)
     counted, step = Budgeted(space), 2 * len(space.memory.ops)
     tables = [joint.JointTables(counted, time, step) for time in (step // 2, 3 * step // 4)]
     needed, always = max(t.least_bytes() for t in tables), least_standing(space)
@@ -81,6 +87,23 @@ def test_what_is_said_to_be_needed_is_in_every_schedule(turns, monkeypatch):
     for lined, rows, held in schedules(space, counted):
         assert held.max() >= needed * (1 - 1e-9) and held.min() >= always * (1 - 1e-9)
         assert (held[step:] >= rows[step:] * (1 - 1e-9)).all() and held[step:].max() == lined.at_step
+
+
+def test_prices_at_the_step_give_bounds(monkeypatch):
+    """No plan takes less than the bound under a budget that it just fits in, and where it fits at the step alone."""
+    monkeypatch.setattr(timeline, "SMALL", 0)
+    space = language_space(1)
+    counted, step = Budgeted(space), 2 * len(space.memory.ops)
+    search = JointSearch.of(Task(counted, math.inf, "cbc", None, 0.0, math.inf, recomputes=True))
+    apart = search.free.bound / search.first.at_step
+    for price in (0.1, 0.3, 1.0, 3.0):
+        search.look(JointPrices(0.0, search.free.prices.exposed, price * apart), search.first)
+    raised = 0
+    for lined, _, held in schedules(space, counted):
+        bound = search.bound(held[step:].max())
+        raised += bound > 1.01 * search.free.bound
+        assert bound <= lined.point.seconds * (1 + 1e-9)
+    assert raised
 
 
 def test_a_letter_needs_no_more_than_its_smallest_plan_holds():
