@@ -26,6 +26,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import budget_for, size
 from autopar.solver.plan import Plan
 from autopar.solver.program import most_promising_first, peak_where_nothing_is_dear, solve
+from autopar.solver.recompute import FAR
 from autopar.solver.standing_bytes import refuse_below
 from autopar.space.constraints import Preset
 from autopar.space.presets import preset_of, warnings_of, window_of
@@ -39,7 +40,6 @@ from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_
 
 log = logging.getLogger("autopar")
 FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
-_FAR = 1.25  # of a budget: where a head in chunks holds more, a whole one is not searched
 _SEARCHES = 5  # for a plan whose kernels stand where they are counted, before one without kernels is made
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
@@ -258,7 +258,7 @@ class Planning:
         try:
             plans = [trial._planned(mesh, known)]
         except Infeasible as e:
-            if self.is_trial or e.smallest > _FAR * self.request.budget:
+            if self.is_trial or e.smallest > FAR * self.request.budget:
                 raise  # a whole head hardly needs less
             try:
                 return whole._planned(mesh, known)

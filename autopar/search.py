@@ -27,6 +27,7 @@ from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Beside, Plan
+from autopar.solver.recompute import FAR
 from autopar.solver.rivals import PricedSpace
 from autopar.turns import head_of
 
@@ -34,7 +35,6 @@ log = logging.getLogger("autopar")
 _BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 _TURNS_TRIED = 3  # numbers of turns, before what the last two lack says exactly whether more may fit
-_FAR = 1.25  # of a budget: plans that would hold more are not searched for
 
 
 def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
@@ -152,7 +152,7 @@ def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
         return True
     *_, before, last = letters
     saved = (letters[before].smallest - letters[last].smallest) * before / (last - before)
-    return letters[last].smallest - saved <= budget * (_FAR if len(letters) < _TURNS_TRIED else 1.0)
+    return letters[last].smallest - saved <= budget * (FAR if len(letters) < _TURNS_TRIED else 1.0)
 
 
 def _are_too_few(letters: Mapping[int, Infeasible], turns: int, budget: float) -> bool:
@@ -162,7 +162,7 @@ def _are_too_few(letters: Mapping[int, Infeasible], turns: int, budget: float) -
     """
     *_, last = letters
     letter = letters[last]
-    return letter.stands + (letter.smallest - letter.stands) * last / turns > _FAR * budget
+    return letter.stands + (letter.smallest - letter.stands) * last / turns > FAR * budget
 
 
 def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:

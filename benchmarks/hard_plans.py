@@ -31,7 +31,8 @@ BARS: dict[str, tuple[str, float, float | None]] = {
     "masks": ("13 attentions of one sequence with 13 masks, on (2, 2) with fast links", 20.0, 0.005),
     "gpt2": ("GPT-2 small, 2 layers, 8 x 128, on (2, 2)", 6.0, 0.035),
     "granite": ("Granite, 2 layers, 64 wide, 8 x 16, on (2, 2, 2)", 20.0, 0.02),
-    "tight": ("Granite and SmolLM3, 2 layers, 64 wide, 8 x 16, on (2,), at shares of their free peaks", 10.0, None),
+    "tight": ("Granite, SmolLM3, Pegasus, 2 layers, 64 wide, 8 x 16, on (2,), at shares of their peaks", 10.0, None),
+    "rows": ("LLaMA, 2 layers, 64 wide, on (2,), under shares of its peak: 8 x 64, then other rows", 10.0, None),
     "infeasible": (
         "LLaMA-8B's shape on (8, 8): budgets that nothing fits, far under the smallest plan and near it",
         15.0,
@@ -50,6 +51,14 @@ SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
     "max_position_embeddings": 64,
+}
+PEGASUS = {
+    "vocab_size": 256,
+    "d_model": 64,
+    "max_position_embeddings": 64,
+    **{f"{half}_layers": 2 for half in ("encoder", "decoder")},
+    **{f"{half}_attention_heads": 4 for half in ("encoder", "decoder")},
+    **{f"{half}_ffn_dim": 128 for half in ("encoder", "decoder")},
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WHOLE = {"chunks": 1, "microbatches": 1}
@@ -153,6 +162,8 @@ def run(case: str) -> None:
     import transformers
 
     import autopar
+    from autopar.request import Request
+    from autopar.search import plan_again, plan_of
 
     if case == "convnext":
         from tests.zoo.families import extras
@@ -180,13 +191,23 @@ def run(case: str) -> None:
         model, batch = language_model("GraniteForCausalLM", transformers.GraniteConfig(**SMALL), 8, 16)
         timed("free", lambda: autopar.plan(model, batch, mesh=(2, 2, 2)))
     elif case == "tight":
-        for kind, tokens in (("Granite", {}), ("SmolLM3", TOKENS)):
-            config = getattr(transformers, f"{kind}Config")(**SMALL, **tokens)
-            call = functools.partial(autopar.plan, *language_model(f"{kind}ForCausalLM", config, 8, 16), mesh=(2,))
+        for kind, sizes in (("Granite", SMALL), ("SmolLM3", SMALL | TOKENS), ("Pegasus", PEGASUS)):
+            config = getattr(transformers, f"{kind}Config")(**sizes)
+            task = "ConditionalGeneration" if kind == "Pegasus" else "CausalLM"
+            call = functools.partial(autopar.plan, *language_model(f"{kind}For{task}", config, 8, 16), mesh=(2,))
             free = timed(f"{kind}: free", call)
             for share in (0.7, 0.6, 0.5, 0.4, 0.3):
                 under = functools.partial(call, memory_budget=int(share * free.peak_bytes))
                 timed(f"{kind}: {share:.0%} of the free peak", under)
+    elif case == "rows":
+        model, batch = language_model("LlamaForCausalLM", transformers.LlamaConfig(**SMALL), 8, 64)
+        free = autopar.plan(model, batch, mesh=(2,))
+        for share in (0.6, 0.5):
+            request = Request(mesh=(2,), memory_budget=int(share * free.peak_bytes))
+            first = timed(f"8 rows, {share:.0%} of the free peak", lambda r=request: plan_of(r.trace(model, batch), r))
+            for rows in (6, 10, 16, 32):
+                graph = request.trace(model, language_model("LlamaForCausalLM", model.config, rows, 64)[1])
+                timed(f"then {rows}", lambda g=graph, r=request, f=first: plan_again(g, r, f))
     elif case == "infeasible":
         model, batch, how = llama_8b()
         timed("1 GiB", lambda: autopar.plan(model, batch, memory_budget=1 << 30, **how))

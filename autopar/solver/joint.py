@@ -46,7 +46,7 @@ class JointPrices(NamedTuple):
     at_step: float = 0.0
 
     @property
-    def of_bytes(self) -> float:
+    def of_budget(self) -> float:
         """What a byte of the budget is worth."""
         return self.of_byte + self.at_step
 
@@ -59,7 +59,7 @@ class JointPrices(NamedTuple):
     def is_near(self, other: JointPrices) -> bool:
         """Whether two prices are so close that they would lead to the same plan."""
         pairs = zip(self.exposed or (), other.exposed or (), strict=True)
-        near = _NEAR * max(self.of_bytes, other.of_bytes)
+        near = _NEAR * max(self.of_budget, other.of_budget)
         of_bytes = abs(self.of_byte - other.of_byte) + abs(self.at_step - other.at_step)
         return all(abs(a - b) <= _SAME for a, b in pairs) and of_bytes <= near
 

@@ -71,19 +71,19 @@ class JointSearch:
     def bound(self, budget: float) -> float:
         """A proven lower bound of seconds under a budget."""
         free = 0.0 if self.free.is_rough else self.free.bound
-        return max([free, *(least - at.of_bytes * budget for at, least in self.bounds.items())])
+        return max([free, *(least - at.of_budget * budget for at, least in self.bounds.items())])
 
     def about(self, budget: float) -> float:
         """The lower bound under a budget, with those in single precision that are not proven yet."""
-        rough = (least - at.of_bytes * budget for at, least in self.rough.items())
+        rough = (least - at.of_budget * budget for at, least in self.rough.items())
         return max([self.bound(budget), self.free.bound, *rough])
 
     def best_prices(self, budget: float) -> JointPrices:
         """The prices that give the best bound so far under a budget."""
         tried = self.bounds | self.rough
-        best = max(tried, key=lambda at: tried[at] - at.of_bytes * budget, default=None)
+        best = max(tried, key=lambda at: tried[at] - at.of_budget * budget, default=None)
         at_first = JointPrices(0.0, self.free.prices.exposed)
-        if best is None or tried[best] - best.of_bytes * budget < self.free.bound:
+        if best is None or tried[best] - best.of_budget * budget < self.free.bound:
             return at_first
         return best
 
@@ -232,7 +232,7 @@ class JointSearch:
         if self.about(budget) == self.free.bound:
             self.free = self.task.counted.proven(self.free, math.inf)
         else:
-            at = max(self.rough, key=lambda at: self.rough[at] - at.of_bytes * budget)
+            at = max(self.rough, key=lambda at: self.rough[at] - at.of_budget * budget)
             least = minimise(self.tables.problem(at, self.worths[at]), tries=1)
             self.bounds[at] = least.bound
             del self.rough[at]

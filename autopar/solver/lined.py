@@ -91,5 +91,6 @@ def seconds_and_bytes(lined: Lined, time: int) -> np.ndarray:
 
 
 def lowest_of(lined: Lined) -> Point:
+    """The plan of the lowest peak of a sharding's known states, after a look for small ones."""
     lined.within(0.0)
     return lined.under(min(lined.states.known.values(), key=lambda s: (s.peak, s.seconds)))

@@ -28,7 +28,7 @@ _ROUNDS = 12  # of prices
 _AT_FIRST, _WORTH = 2, 0.01  # rounds, after which a space is left that can gain so little on a plan of another
 _MET = 1 + 1e-9  # of a budget, for rounding
 _FOR_BOUND = 4  # rounds more where none of its plans comes near that plan
-_FAR = 1.25  # of a budget: no search has come to fit where the smallest of plans like these holds more
+FAR = 1.25  # of a budget: no search has come to fit where the smallest plan that is met first holds more
 _LITTLE = 0.05  # of what is open: a bound that can rise by less is left as it is
 _IN_VAIN = 5  # rounds that lead nowhere, after which it is left too
 _OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
@@ -136,7 +136,7 @@ class Within:
                 if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
                     self.best, self.lined = plan, lined
             lowest = min(lowest, lined.lowest)
-        return lowest <= _FAR * self.budget
+        return lowest <= FAR * self.budget
 
     def _take(self, lined: Lined, price: float = 0.0) -> None:
         """Search for the states of a sharding, unless that was done or cannot help, and keep the best plan."""
@@ -226,9 +226,9 @@ class Within:
         joint = self.joint
         tried = (*joint.bounds, *joint.rough)
         best = joint.best_prices(self.budget)
-        alone, half = joint.ahead_alone(self.budget), ahead.towards(best) if best.of_bytes else ahead
+        alone, half = joint.ahead_alone(self.budget), ahead.towards(best) if best.of_budget else ahead
         for step in (half, ahead, alone) if moves else (alone, half, ahead):
-            if step.of_bytes and not any(step.is_near(at) for at in tried):
+            if step.of_budget and not any(step.is_near(at) for at in tried):
                 return step
         return None
 
