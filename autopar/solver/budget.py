@@ -85,6 +85,7 @@ class Budgeted:
         self._alike: dict[bytes, np.ndarray] = {}
         self._smallest: tuple[list[Point], float] | None = None
         self.regions = regions_of(self.space)
+        self.shapes = Once()
         self.points = Points(self.space)
         self.kinds = self.points.kinds
         entries = sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values())
@@ -142,7 +143,7 @@ class Budgeted:
             Factor((e.source, e.target), (e.given_by, e.taken_by), table)
             for e, table in zip(self.space.edges, tables, strict=True)
         ]
-        return Problem(costs, factors, self.regions)
+        return Problem(costs, factors, self.regions, shapes=self.shapes)
 
     def point(self, picked: Sequence[int]) -> Point:
         """The plan that picks these choices, with its exact seconds and bytes."""

@@ -148,7 +148,7 @@ def _with_last(problem: Problem, v: int, swapped: Mapping[int, int]) -> Problem:
     for region in problem.regions:
         others = [swapped.get(u, u) for u in region if u != v]
         regions.append(region if moved.isdisjoint(region) else others)
-    return Problem(costs, factors, regions, problem.once)
+    return Problem(costs, factors, regions, problem.once, problem.shapes)
 
 
 def regions_of(space: Space) -> list[list[int]]:

@@ -40,7 +40,7 @@ class Remainder:
     """The variables that are not eliminated yet: their costs, and the factors over them."""
 
     def __init__(self, problem: Problem, fixed: Mapping[int, int]) -> None:
-        self.once = problem.once
+        self.once, self.shapes = problem.once, problem.shapes
         self.costs: dict[int, np.ndarray] = dict(enumerate(problem.costs))
         self.factors: dict[int, list[Factor]] = {v: [] for v in self.costs}  # of each variable
         self.constant = 0.0
@@ -283,7 +283,7 @@ class Elimination:
 
         def run() -> Elimination | TooWide:
             zeros = [self._zeros(len(left.costs[u])) for u in around]
-            problem = Problem([*costs, *zeros], [f.over(number) for f in factors], once=left.once)
+            problem = Problem([*costs, *zeros], [f.over(number) for f in factors], (), left.once, left.shapes)
             try:
                 return Elimination(problem, {}, self.widest, len(around))
             except TooWide as e:
@@ -366,7 +366,9 @@ class Elimination:
         place = {u: i for i, u in enumerate(scope)}
         numbers = tuple(f.numbers(place) for f in factors)
         tables = (cost, *itertools.chain.from_iterable(f.tables() for f in factors))
-        made = self.left.once(("eliminate", numbers), tables, lambda: minimum_over(v, cost, factors, scope))
+        made = self.left.once(
+            ("eliminate", numbers), tables, lambda: minimum_over(v, cost, factors, scope, self.left.shapes)
+        )
         classes, table = made
         self.left.add(Factor(scope, classes, table, 1 + max((f.generation for f in factors), default=0)))
         return scope

@@ -249,7 +249,7 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
             if key not in alike:
                 sets = _sets(part, is_all_or_none)
                 alike[key] = [(s, part._step(s, part.momentary)[2][part.ops :]) for s in sets]
-            ways += _best(_way(stages, first, end, again, held) for again, held in alike[key])
+            ways += _best(_ways_among(stages, first, end, alike[key]))
         found.append(ways)
     return found
 
@@ -271,33 +271,30 @@ def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:
     return list(dict.fromkeys(found))
 
 
-def _way(stages: _Stages, first: int, end: int, again: frozenset[int], held: np.ndarray) -> _Way:
-    """The way that repeats some runs of stages, given the bytes of their backward by time."""
+def _ways_among(
+    stages: _Stages, first: int, end: int, sets: Iterable[tuple[frozenset[int], np.ndarray]]
+) -> Iterator[_Way]:
+    """The ways that repeat each of these sets of runs of stages, given the bytes of their backward by time."""
     line, begin, behind = stages.line, stages.begins[first], stages.begins[end]
     here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
-    own, dropped = frozenset(here), frozenset(here[k] for k in again)
-    dropped = dropped.difference(stages.leaving(here, end))
-    made = stages.made(here)
-    kept = {v for v in made if line.made_by[v] not in dropped and (v in line.needed or stages.reach[v] >= behind)}
-    backward = slice(2 * line.ops - behind, 2 * line.ops - begin)
-    return _Way(
-        end - first,
-        dropped,
-        stages.seconds_of(made & line.needed, dropped),
-        stages.seconds_of(kept, own),
-        stages.bytes_of(kept),
-        float((held + stages.other[backward]).max()),
-    )
+    own, leaving, made = frozenset(here), stages.leaving(here, end), stages.made(here)
+    wanted = made & line.needed
+    may_stay = {v for v in made if v in line.needed or stages.reach[v] >= behind}
+    other = stages.other[2 * line.ops - behind : 2 * line.ops - begin]
+    for again, held in sets:
+        dropped = frozenset(here[k] for k in again).difference(leaving)
+        kept = {v for v in may_stay if line.made_by[v] not in dropped}
+        seconds, passing = stages.seconds_of(wanted, dropped), stages.seconds_of(kept, own)
+        yield _Way(end - first, dropped, seconds, passing, stages.bytes_of(kept), float((held + other).max()))
 
 
 def _best(ways: Iterable[_Way]) -> list[_Way]:
     """The ways on the Pareto front of bytes saved, seconds, peak and seconds in passing."""
-    found = list[tuple[tuple[float, ...], _Way]]()
-    for way in sorted(ways, key=lambda way: (way.saved, way.seconds, way.peak, way.passing)):
-        figures = way.saved, way.seconds, way.peak, way.passing
-        if not any(all(a <= b for a, b in zip(known, figures, strict=True)) for known, _ in found):
-            found.append((figures, way))
-    return [way for _, way in found]
+    ordered = sorted(ways, key=lambda way: (way.saved, way.seconds, way.peak, way.passing))
+    figures = np.array([(way.saved, way.seconds, way.peak, way.passing) for way in ordered])
+    is_as_good = (figures[:, None] <= figures).all(axis=2)  # a way as one after it
+    beaten = np.triu(is_as_good, 1).any(axis=0)
+    return [way for way, is_beaten in zip(ordered, beaten.tolist(), strict=True) if not is_beaten]
 
 
 class _StageTables:

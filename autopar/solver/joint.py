@@ -126,7 +126,7 @@ class JointTables:
             costs[i] = _plus(once, costs[i], held, 1.0)
         for k, held in self.fixed_edges.items():
             factors[k] = _of(factors[k], _plus(once, factors[k].table, held, 1.0))
-        return minimise(Problem(costs, factors, self.counted.regions), tries=1).bound
+        return minimise(replace(base, costs=costs, factors=factors, once=Once()), tries=1).bound
 
     def problem(self, at: JointPrices, worth: Availability) -> Problem:
         """Seconds and priced bytes as tables to be minimised, under these availability prices."""
@@ -147,7 +147,7 @@ class JointTables:
                 if self.passages.sources[k][0] >= 0 and k not in self.passages.gathered:
                     table = self._edge(once, k, kept, factors[k].table, price, worth)
                     factors[k] = _of(factors[k], table)
-        return Problem(costs, factors, self.counted.regions)
+        return replace(base, costs=costs, factors=factors, once=Once())
 
     def _site(
         self, once: Once, time: int, cost: np.ndarray, price: float, worth: Availability, adds: float

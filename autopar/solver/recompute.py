@@ -75,6 +75,7 @@ class Within:
     best: Point | None = None
     lined: Lined | None = None  # of the best
     tried: dict[tuple[int, ...], Lined] = field(default_factory=dict)  # shardings by their choices
+    refined: Lined | None = None  # the last one that was
 
     @property
     def gap(self) -> float:
@@ -116,7 +117,9 @@ class Within:
         if self.best is None:
             lined = min(self.tried.values(), key=lambda tried: tried.lowest, default=lined)
         assert lined is not None
-        plan = lined.polished(self.budget) if self.gap > self.joint.task.gap else None
+        if self.gap <= self.joint.task.gap or (self.best is None and lined is self.refined):
+            return
+        self.refined, plan = lined, lined.polished(self.budget)
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
             self.best, self.lined = plan, lined
 

@@ -62,6 +62,7 @@ class Problem:
     factors: list[Factor]
     regions: Sequence[Sequence[int]] = ()  # variables that are eliminated together, before all others
     once: Once = field(default_factory=Once)  # for what is computed of its tables
+    shapes: Once = field(default_factory=Once)  # for what is computed of classes alone; problems of a space share it
 
     def __post_init__(self) -> None:
         alike: dict[bytes, np.ndarray] = {}
@@ -77,7 +78,7 @@ class Problem:
             return once("rounded", (table,), lambda: table.astype(np.float32))
 
         factors = [Factor(f.scope, f.classes, of(f.table), f.generation) for f in self.factors]
-        return Problem([of(c) for c in self.costs], factors, self.regions)
+        return Problem([of(c) for c in self.costs], factors, self.regions, shapes=self.shapes)
 
     def value(self, picked: Sequence[int]) -> float:
         """The cost of these choices."""
@@ -86,81 +87,120 @@ class Problem:
         return float(alone + together)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spread:
+    """How a table is laid out for the elimination of a variable: the variable first, then the axes of the result."""
+
+    first: int  # the variable's axis in the table
+    takes: tuple[tuple[int, np.ndarray], ...]  # axes whose classes are not those of the result, with its classes
+    order: tuple[int, ...]
+    wide: tuple[int, ...]
+
+    def of(self, table: np.ndarray) -> np.ndarray:
+        table = np.moveaxis(table, self.first, 0)
+        for axis, rows in self.takes:
+            table = np.take(table, rows, axis=axis)
+        return table.transpose(self.order).reshape(table.shape[0], *self.wide)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """What the elimination of a variable takes of classes alone, whatever the tables say."""
+
+    joint: tuple[np.ndarray, ...]  # of each neighbour, the classes that all factors together distinguish
+    shape: tuple[int, ...]  # of the result
+    kinds: np.ndarray  # the choices that differ for some factor, as a column of classes each
+    where: np.ndarray  # the kind of each choice that can be taken
+    spreads: tuple[_Spread, ...]  # of each factor
+
+    @staticmethod
+    def of(v: int, finite: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]) -> _Shape:
+        joint, views = _joint_classes(v, factors, scope)
+        shape = tuple(int(classes.max()) + 1 for classes in joint)
+        own = [m[finite] for f in factors for u, m in f.axes() if u == v]
+        stacked = np.stack(own) if own else np.zeros((1, len(finite)), int)
+        kinds, where = np.unique(stacked, axis=1, return_inverse=True)
+        spreads = tuple(_spread(f, v, scope, shape, views) for f in factors)
+        return _Shape(joint, shape, kinds, np.asarray(where).reshape(-1), spreads)
+
+
 def minimum_over(
-    v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]
+    v: int, cost: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...], shapes: Once
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """The minimum over a variable of its cost and factors: each neighbour's classes, and their table."""
-    joint, views = _joint_classes(v, factors, scope)
-    shape = tuple(int(classes.max()) + 1 for classes in joint)
-    result = np.full(shape, math.inf, cost.dtype)
-    finite = np.flatnonzero(np.isfinite(cost))
+    """The minimum over a variable of its cost and factors: each neighbour's classes, and their table.
+
+    `shapes` has what was made of the same classes before.
+    """
+    is_finite = np.isfinite(cost)
+    finite = np.flatnonzero(is_finite)
     if not len(finite):
-        return joint, result
-    kinds, least = _kinds(v, cost, factors, finite)
-    terms = [_spread(f, v, scope, shape, views) for f in factors]
+        joint, _ = _joint_classes(v, factors, scope)
+        return joint, np.full([int(classes.max()) + 1 for classes in joint], math.inf, cost.dtype)
+    place = {u: i for i, u in enumerate(scope)}
+    what = (is_finite.tobytes(), tuple(f.numbers(place) for f in factors))
+    classes = tuple(m for f in factors for m in f.classes)
+    at = shapes(what, classes, lambda: _Shape.of(v, finite, factors, scope))
+    kinds, shape = at.kinds, at.shape
+    least = np.full(kinds.shape[1], math.inf, cost.dtype)
+    np.minimum.at(least, at.where, cost[finite])
+    terms = [spread.of(f.table) for spread, f in zip(at.spreads, factors, strict=True)]
     # what is small is added up before it is spread
     order = sorted(range(len(terms)), key=lambda i: math.prod(terms[i].shape[1:]))
-    count = kinds.shape[1]
-    if count * result.size > _LARGE and (sides := _sides(least, terms, kinds, shape)) is not None:
+    count, size = kinds.shape[1], math.prod(shape)
+    if count * size > _LARGE and (sides := _sides(least, terms, kinds, shape)) is not None:
         axis, rows, others = sides
         by_rows = _least_sums(rows, others).reshape(shape[axis], *shape[:axis], *shape[axis + 1 :])
-        return joint, np.ascontiguousarray(np.moveaxis(by_rows, 0, axis))
+        return at.joint, np.ascontiguousarray(np.moveaxis(by_rows, 0, axis))
+    result = np.full(shape, math.inf, cost.dtype)
     whole: np.ndarray = np.empty(shape, cost.dtype)
-    for k in _undominated(least, terms, kinds) if count * result.size > CHEAP else range(count):
+    for k in _undominated(least, terms, kinds) if count * size > CHEAP else range(count):
         total: Any = least[k]
         for i in order[:-1]:
             total = total + terms[i][kinds[i, k]]
         if order:  # without factors there is one kind, and no term
             total = np.add(total, terms[order[-1]][kinds[order[-1], k]], out=whole)
         np.minimum(result, total, out=result)
-    return joint, result
+    return at.joint, result
 
 
 def _joint_classes(
     v: int, factors: Sequence[Factor], scope: tuple[int, ...]
-) -> tuple[tuple[np.ndarray, ...], list[dict[int, np.ndarray]]]:
-    """Each neighbour's classes that all factors together distinguish, and each factor's class of them."""
+) -> tuple[tuple[np.ndarray, ...], list[dict[int, np.ndarray | None]]]:
+    """Each neighbour's classes that all factors together distinguish, and each factor's class of them.
+
+    None stands for classes that are the factor's own.
+    """
     seen: dict[int, dict[int, np.ndarray]] = {u: {} for u in scope}  # by the identity of the classes
     for f in factors:
         for u, m in f.axes():
             if u != v:
                 seen[u].setdefault(id(m), m)
-    joint, views = [], []
+    joint: list[np.ndarray] = []
+    views: list[dict[int, np.ndarray | None]] = []
     for u in scope:
         known = list(seen[u].values())
         if len(known) > 1:
             rows, inverse = np.unique(np.stack(known), axis=1, return_inverse=True)
+            joint.append(np.asarray(inverse).reshape(-1))
+            views.append({id(m): rows[i] for i, m in enumerate(known)})
         else:
-            rows, inverse = np.arange(known[0].max() + 1)[None], known[0]
-        joint.append(np.asarray(inverse).reshape(-1))
-        views.append({id(m): rows[i] for i, m in enumerate(known)})
+            joint.append(known[0])
+            views.append({id(known[0]): None})
     return tuple(joint), views
 
 
-def _kinds(v: int, cost: np.ndarray, factors: Sequence[Factor], finite: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The choices that differ for some factor, as a column of classes each, and the least cost of each."""
-    rows = [m for f in factors for u, m in f.axes() if u == v]
-    own = np.stack(rows) if rows else np.zeros((1, len(cost)), int)
-    kinds, where = np.unique(own[:, finite], axis=1, return_inverse=True)
-    least = np.full(kinds.shape[1], math.inf, cost.dtype)
-    np.minimum.at(least, np.asarray(where).reshape(-1), cost[finite])
-    return kinds, least
-
-
 def _spread(
-    f: Factor, v: int, scope: tuple[int, ...], shape: tuple[int, ...], views: Sequence[Mapping[int, np.ndarray]]
-) -> np.ndarray:
-    """A factor's table with its variable first, and its other axes aligned with the result's."""
+    f: Factor, v: int, scope: tuple[int, ...], shape: tuple[int, ...], views: Sequence[Mapping[int, np.ndarray | None]]
+) -> _Spread:
+    """How a factor's table is laid out: its variable first, and its other axes aligned with the result's."""
     others = [u for u in f.scope if u != v]
-    table = np.moveaxis(f.table, f.scope.index(v), 0)
-    for axis, u in enumerate(others):
-        table = np.take(table, views[scope.index(u)][id(f.classes[f.scope.index(u)])], axis=axis + 1)
+    rows = [views[scope.index(u)][id(f.classes[f.scope.index(u)])] for u in others]
     order = np.argsort([scope.index(u) for u in others], kind="stable")
-    table = table.transpose(0, *(int(o) + 1 for o in order))
     wide = [1] * len(scope)
     for u in others:
         wide[scope.index(u)] = shape[scope.index(u)]
-    return table.reshape(table.shape[0], *wide)
+    takes = tuple((axis, classes) for axis, classes in enumerate(rows, 1) if classes is not None)
+    return _Spread(f.scope.index(v), takes, (0, *(int(o) + 1 for o in order)), tuple(wide))
 
 
 def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from autopar.once import Once
 from autopar.solver import tables
 from autopar.solver.tables import Factor, minimum_over
 from autopar.space.lookup import Tables, Taken
@@ -25,19 +26,21 @@ def random_factors(rng, choices, neighbours):
 def test_the_minimum_over_a_variable_is_that_of_all_its_choices(large, monkeypatch):
     monkeypatch.setattr(tables, "_LARGE", large)
     monkeypatch.setattr(tables, "CHEAP", 10)  # small tables are treated as large ones are
-    rng = np.random.default_rng(3)
+    rng, shapes = np.random.default_rng(3), Once()
     for _ in range(400):
         neighbours = {n: int(rng.integers(1, 30)) for n in range(1, rng.integers(2, 4))}
         choices = int(rng.integers(1, 40))
-        cost = rng.choice([0.0, 1.0, 2.0, np.inf], choices)
         factors = random_factors(rng, choices, neighbours)
-        classes, table = minimum_over(0, cost, factors, tuple(neighbours))
-        written_out = np.full((choices, *neighbours.values()), 0.0) + cost.reshape(-1, *[1] * len(neighbours))
-        for f in factors:
-            (mine, theirs), wide = f.classes, [1] * len(neighbours)
-            wide[f.scope[1] - 1] = len(theirs)
-            written_out = written_out + f.table[mine][:, theirs].reshape(choices, *wide)
-        np.testing.assert_allclose(table[np.ix_(*classes)], written_out.min(axis=0), rtol=1e-14)
+        for _ in range(2):  # the second time with other costs and tables over the same classes
+            cost = rng.choice([0.0, 1.0, 2.0, np.inf], choices)
+            factors = [Factor(f.scope, f.classes, rng.permutation(f.table)) for f in factors]
+            classes, table = minimum_over(0, cost, factors, tuple(neighbours), shapes)
+            written_out = np.full((choices, *neighbours.values()), 0.0) + cost.reshape(-1, *[1] * len(neighbours))
+            for f in factors:
+                (mine, theirs), wide = f.classes, [1] * len(neighbours)
+                wide[f.scope[1] - 1] = len(theirs)
+                written_out = written_out + f.table[mine][:, theirs].reshape(choices, *wide)
+            np.testing.assert_allclose(table[np.ix_(*classes)], written_out.min(axis=0), rtol=1e-14)
 
 
 def test_tables_laid_end_to_end_give_each_plans_entries():
