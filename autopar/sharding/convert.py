@@ -27,6 +27,7 @@ import numpy as np
 from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.cost_model import ALONE, CostModel, Message
+from autopar.sharding.costs import LOCAL
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, Placement, R, S, Sharding
@@ -96,6 +97,17 @@ class Path:
 
     steps: tuple[Step, ...]
     seconds: float
+    each: tuple[float, ...]  # seconds of each step
+
+    def begun(self, is_back: bool) -> float:
+        """Seconds of the step that runs beside compute; all others are in line, one after the other.
+
+        A gather begins ahead where it is the first step, and on the way back a reduction goes on where it is the last.
+        """
+        moved = [(step.kind, s) for step, s in zip(self.steps, self.each, strict=True) if step.kind not in LOCAL]
+        kind, seconds = moved[-1 if is_back else 0] if moved else ("", 0.0)
+        is_begun = kind in REDUCTIONS if is_back else kind == "all_gather"
+        return (self.seconds if len(moved) == 1 else seconds) if is_begun else 0.0
 
     def text(self, axes: Sequence[str]) -> str:
         return ", ".join(s.text(axes) for s in self.steps) or "-"
@@ -155,6 +167,24 @@ class ShapeConsistencyManager:
 
         return distances[np.ix_([*map(place, sources)], [*map(place, targets)])]
 
+    def begun(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        sources: Sequence[Sharding],
+        targets: Sequence[Sharding],
+        is_back: bool,
+    ) -> np.ndarray:
+        """Of the seconds of `table` those of the step of each path that runs beside compute."""
+        tensor = shape, itemsize, _blocks_of(*sources, *targets)
+        ends = [Layout.of(shape, target, self.mesh) for target in targets]
+        found = np.zeros((len(sources), len(targets)))
+        for i, source in enumerate(sources):
+            start = Layout.of(shape, source, self.mesh)
+            paths = self._all_from(tensor, start) if start is not None else {}
+            found[i] = [paths[end].begun(is_back) if end in paths else 0.0 for end in ends]
+        return found
+
     def _distances(self, tensor: _Tensor) -> tuple[dict[Layout, int], np.ndarray]:
         """The index of each layout of a tensor, and a matrix of the cheapest paths' seconds by these indices.
 
@@ -194,7 +224,8 @@ class ShapeConsistencyManager:
         lengths, routes = nx.single_source_dijkstra(graph, source, weight=weight)
         for target, route in routes.items():
             steps = tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route))
-            found[target] = Path(steps, lengths[target])
+            each = tuple(graph.edges[u, v]["seconds"] for u, v in itertools.pairwise(route))
+            found[target] = Path(steps, lengths[target], each)
         return found
 
     def _graph(self, tensor: _Tensor) -> nx.DiGraph:
