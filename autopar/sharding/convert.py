@@ -14,14 +14,13 @@ never in a training step.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from autopar.letters import BadSharding
@@ -88,7 +87,7 @@ KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "l
 
 _Tensor = tuple[tuple[int, ...], int, frozenset[Placement]]  # shape, bytes of an element, blocks it may be cut by
 _Form = tuple[tuple[int, ...], frozenset[Placement]]  # shape, and blocks that it may be cut by
-_Way = tuple[Layout, Layout, Step]  # from one layout to another
+_Ways = list[dict[int, Step]]  # of each layout the step to each next one, by their numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,60 @@ class Path:
 
     def text(self, axes: Sequence[str]) -> str:
         return ", ".join(s.text(axes) for s in self.steps) or "-"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Graph:
+    """The layouts of a tensor by number, and the steps between them."""
+
+    index: Mapping[Layout, int]
+    steps: Sequence[Mapping[int, tuple[float, Step]]]  # of each layout the step to each next one, with its seconds
+    bytes: Sequence[int]  # of each layout, on the fullest device
+
+    def routes(self, start: int, most_bytes: float) -> _Routes:
+        """The cheapest paths from a layout, by Dijkstra's algorithm; none goes through one of more bytes."""
+        before, seconds, done = {start: start}, {start: 0.0}, set[int]()
+        queue = [(0.0, 0, start)]  # seconds, and of equal ones what was found first
+        found = itertools.count(1)
+        while queue:
+            at, _, i = heapq.heappop(queue)
+            if i in done:
+                continue
+            done.add(i)
+            if i != start and self.bytes[i] > most_bytes:
+                continue
+            for j, (more, _) in self.steps[i].items():
+                if j not in seconds or (j not in done and at + more < seconds[j]):
+                    seconds[j], before[j] = at + more, i
+                    heapq.heappush(queue, (at + more, next(found), j))
+        return _Routes(self, before, seconds, {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Routes:
+    """The cheapest paths from one layout."""
+
+    graph: _Graph
+    before: Mapping[int, int]  # of each layout that is reached, the one before it on its path
+    seconds: Mapping[int, float]
+    known: dict[bool, np.ndarray]  # of `begun`
+
+    def to(self, end: int) -> Path | None:
+        """The path to a layout; None where there is none."""
+        if end not in self.before:
+            return None
+        steps, at = list[tuple[float, Step]](), end
+        while (before := self.before[at]) != at:
+            steps.append(self.graph.steps[before][at])
+            at = before
+        return Path(tuple(step for _, step in steps[::-1]), self.seconds[end], tuple(s for s, _ in steps[::-1]))
+
+    def begun(self, is_back: bool) -> np.ndarray:
+        """Of the path to each layout, the seconds of the step that runs beside compute; a last 0 leads nowhere."""
+        if is_back not in self.known:
+            paths = map(self.to, range(len(self.graph.index)))
+            self.known[is_back] = np.array([*(path.begun(is_back) if path else 0.0 for path in paths), 0.0])
+        return self.known[is_back]
 
 
 class ShapeConsistencyManager:
@@ -136,17 +189,16 @@ class ShapeConsistencyManager:
         axes = range(len(mesh.shape))
         self._levels = {kind: [cluster.levels(mesh, a, kind) for a in axes] for kind in KINDS}
         # found once for a shape, and kept as long as the manager: one planning or lowering
-        self._ways: dict[_Form, tuple[list[Layout], list[_Way]]] = like._ways if like else {}
-        self._graphs: dict[_Tensor, nx.DiGraph] = {}
-        self._seconds: dict[_Tensor, tuple[dict[Layout, int], np.ndarray]] = {}
-        self._paths: dict[tuple[_Tensor, Layout], dict[Layout, Path]] = {}
+        self._ways: dict[_Form, tuple[dict[Layout, int], _Ways]] = like._ways if like else {}
+        self._graphs: dict[_Tensor, _Graph] = {}
+        self._seconds: dict[_Tensor, np.ndarray] = {}
+        self._routes: dict[tuple[_Tensor, int], _Routes] = {}
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
         """The cheapest path from `source` to `target` for a tensor of this global shape; a letter if none."""
-        start, end = Layout.of(shape, source, self.mesh), Layout.of(shape, target, self.mesh)
-        found = None
-        if start is not None and end is not None:
-            found = self._all_from((shape, itemsize, _blocks_of(source, target)), start).get(end)
+        tensor = shape, itemsize, _blocks_of(source, target)
+        start, end = self._numbers(tensor, (source, target))
+        found = self._from(tensor, start).to(end) if start >= 0 and end >= 0 else None
         if found is None:
             raise BadSharding(
                 f"no sequence of collectives leads from {source.text(self.mesh.axes)} to {target.text(self.mesh.axes)}",
@@ -158,14 +210,10 @@ class ShapeConsistencyManager:
         self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]
     ) -> np.ndarray:
         """Seconds from every source (row) to every target (column); inf where no path leads."""
-        index, distances = self._distances((shape, itemsize, _blocks_of(*sources, *targets)))
-        nowhere = len(index)  # the last row and column lead nowhere
-
-        def place(sharding: Sharding) -> int:
-            layout = Layout.of(shape, sharding, self.mesh)
-            return nowhere if layout is None else index.get(layout, nowhere)
-
-        return distances[np.ix_([*map(place, sources)], [*map(place, targets)])]
+        tensor = shape, itemsize, _blocks_of(*sources, *targets)
+        if tensor not in self._seconds:
+            self._seconds[tensor] = self._all_pairs(self._graph(tensor))
+        return self._seconds[tensor][np.ix_(self._numbers(tensor, sources), self._numbers(tensor, targets))]
 
     def begun(
         self,
@@ -177,83 +225,63 @@ class ShapeConsistencyManager:
     ) -> np.ndarray:
         """Of the seconds of `table` those of the step of each path that runs beside compute."""
         tensor = shape, itemsize, _blocks_of(*sources, *targets)
-        ends = [Layout.of(shape, target, self.mesh) for target in targets]
+        ends = self._numbers(tensor, targets)
         found = np.zeros((len(sources), len(targets)))
-        for i, source in enumerate(sources):
-            start = Layout.of(shape, source, self.mesh)
-            paths = self._all_from(tensor, start) if start is not None else {}
-            found[i] = [paths[end].begun(is_back) if end in paths else 0.0 for end in ends]
+        for row, start in zip(found, self._numbers(tensor, sources), strict=True):
+            if start >= 0:
+                row[:] = self._from(tensor, start).begun(is_back)[ends]
         return found
 
-    def _distances(self, tensor: _Tensor) -> tuple[dict[Layout, int], np.ndarray]:
-        """The index of each layout of a tensor, and a matrix of the cheapest paths' seconds by these indices.
+    def _numbers(self, tensor: _Tensor, shardings: Sequence[Sharding]) -> list[int]:
+        """The numbers of a tensor's layouts; -1 where one cannot be."""
+        index = self._graph(tensor).index
+        layouts = (Layout.of(tensor[0], sharding, self.mesh) for sharding in shardings)
+        return [-1 if layout is None else index.get(layout, -1) for layout in layouts]
 
-        A last row and column of inf stand for layouts that cannot be.
-        """
-        if tensor not in self._seconds:
-            self._seconds[tensor] = self._all_pairs(self._graph(tensor), tensor[1])
-        return self._seconds[tensor]
-
-    def _all_pairs(self, graph: nx.DiGraph, itemsize: int) -> tuple[dict[Layout, int], np.ndarray]:
-        index = {state: i for i, state in enumerate(graph)}
-        distances = np.full((len(index) + 1, len(index) + 1), math.inf)
+    def _all_pairs(self, graph: _Graph) -> np.ndarray:
+        """The seconds of the cheapest paths between all layouts; a last row and column of inf lead nowhere."""
+        count = len(graph.index)
+        distances = np.full((count + 1, count + 1), math.inf)
         np.fill_diagonal(distances[:-1, :-1], 0.0)
-        for u, v, cost in graph.edges(data="seconds"):
-            distances[index[u], index[v]] = min(cost, distances[index[u], index[v]])
-        for state, k in index.items():
-            if self._bytes(state, itemsize) > self.most_bytes:
-                continue
-            np.minimum(distances, distances[:, k, None] + distances[None, k, :], out=distances)
-        return index, distances
+        for i, steps in enumerate(graph.steps):
+            for j, (seconds, _) in steps.items():
+                distances[i, j] = min(seconds, distances[i, j])
+        for k in range(count):
+            if graph.bytes[k] <= self.most_bytes:
+                np.minimum(distances, distances[:, k, None] + distances[None, k, :], out=distances)
+        return distances
 
-    def _all_from(self, tensor: _Tensor, source: Layout) -> dict[Layout, Path]:
-        """The cheapest path from a layout to each layout that it leads to."""
-        if (tensor, source) not in self._paths:
-            self._paths[tensor, source] = self._paths_from(self._graph(tensor), tensor[1], source)
-        return self._paths[tensor, source]
+    def _from(self, tensor: _Tensor, start: int) -> _Routes:
+        """The cheapest paths from a layout."""
+        if (tensor, start) not in self._routes:
+            self._routes[tensor, start] = self._graph(tensor).routes(start, self.most_bytes)
+        return self._routes[tensor, start]
 
-    def _paths_from(self, graph: nx.DiGraph, itemsize: int, source: Layout) -> dict[Layout, Path]:
-        if source not in graph:
-            return {}
-        too_large = {state for state in graph if state != source and self._bytes(state, itemsize) > self.most_bytes}
-
-        def weight(u: Layout, v: Layout, edge: dict[str, Any]) -> float | None:
-            return None if u in too_large else edge["seconds"]
-
-        found = {}
-        lengths, routes = nx.single_source_dijkstra(graph, source, weight=weight)
-        for target, route in routes.items():
-            steps = tuple(graph.edges[u, v]["step"] for u, v in itertools.pairwise(route))
-            each = tuple(graph.edges[u, v]["seconds"] for u, v in itertools.pairwise(route))
-            found[target] = Path(steps, lengths[target], each)
-        return found
-
-    def _graph(self, tensor: _Tensor) -> nx.DiGraph:
-        """The graph of a tensor's layouts, cuts by its blocks among them; edges are steps with their seconds."""
+    def _graph(self, tensor: _Tensor) -> _Graph:
+        """The graph of a tensor's layouts, cuts by its blocks among them."""
         if tensor not in self._graphs:
-            self._graphs[tensor] = self._steps_of(*tensor)
+            shape, itemsize, blocks = tensor
+            if (shape, blocks) not in self._ways:
+                self._ways[shape, blocks] = self._ways_between(shape, blocks)
+            index, ways = self._ways[shape, blocks]
+            steps = [
+                {j: (self.step_seconds(step, state, itemsize), step) for j, step in to.items()}
+                for state, to in zip(index, ways, strict=True)
+            ]
+            self._graphs[tensor] = _Graph(index, steps, [self._bytes(state, itemsize) for state in index])
         return self._graphs[tensor]
 
-    def _steps_of(self, shape: tuple[int, ...], itemsize: int, blocks: frozenset[Placement]) -> nx.DiGraph:
-        if (shape, blocks) not in self._ways:
-            self._ways[shape, blocks] = self._ways_between(shape, blocks)
-        states, ways = self._ways[shape, blocks]
-        graph = nx.DiGraph()
-        graph.add_nodes_from(states)
-        for state, after, step in ways:
-            graph.add_edge(state, after, step=step, seconds=self.step_seconds(step, state, itemsize))
-        return graph
-
-    def _ways_between(self, shape: tuple[int, ...], blocks: frozenset[Placement]) -> tuple[list[Layout], list[_Way]]:
-        """Every layout of a tensor of this shape, and every step between two of them as (from, to, step)."""
+    def _ways_between(self, shape: tuple[int, ...], blocks: frozenset[Placement]) -> tuple[dict[Layout, int], _Ways]:
+        """Every layout of a tensor of this shape by its number, and every step between two of them."""
         cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
-        states = dict.fromkeys(self._states(shape, cuts))
-        ways = []
-        for state in states:
+        index = {state: i for i, state in enumerate(dict.fromkeys(self._states(shape, cuts)))}
+        ways: _Ways = [{} for _ in index]
+        for state, i in index.items():
             for step in steps_from(state, cuts, self.mesh):
-                if (after := step.after(state, self.mesh)) in states:
-                    ways.append((state, after, step))
-        return list(states), ways
+                after = step.after(state, self.mesh)
+                if after is not None and after in index:
+                    ways[i][index[after]] = step
+        return index, ways
 
     def _states(self, shape: tuple[int, ...], cuts: Sequence[Placement]) -> Iterator[Layout]:
         placements: list[Placement] = [R, P(), *cuts]
