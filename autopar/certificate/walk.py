@@ -399,7 +399,8 @@ class _Walk:
                 x = replace(x, dims=plain(x.shape))  # each device has other rows of it from here on
             made = getattr(steps, name)(x, axis, *numbers, here=here)
         elif name == "all_to_all":
-            made = steps.all_to_all(x, axis, tuple(numbers), here=shape[numbers[3]])
+            here = shape[numbers[3]] if len(shape) > numbers[3] else -1
+            made = steps.all_to_all(x, axis, tuple(numbers), here=here)
         else:
             made = getattr(steps, name)(x, axis, *numbers)
         return made

@@ -73,9 +73,10 @@ def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[f
 
 
 def numbers_of(steps: Sequence[fx.Node]) -> list[list[object]]:
-    """Lists of the dims, sizes and blocks of gathers or scatters, as a bucket's collective takes them."""
+    """Lists of the dims, sizes and blocks of steps of one kind, as a bucket's collective takes them."""
 
     def column(k: int) -> list[object]:
         return [n.args[k] if len(n.args) > k else () for n in steps]
 
-    return [column(k) for k in (2, 3, 4)]
+    count = {STEPS["all_reduce"]: 0, STEPS["all_to_all"]: 6}.get(steps[0].target, 3)
+    return [column(k) for k in range(2, 2 + count)]

@@ -146,8 +146,7 @@ def _schedule(
 ) -> None:
     """Move each half's collectives to run beside compute; `reads` is by the names of primals."""
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
-    kept = {name: read.window for name, read in stay.items()}
-    back: dict[str, Any] = {"is_backward": True, "kept": kept, "recomputed": recomputed, "regrouped": regrouped}
+    back: dict[str, Any] = {"is_backward": True, "kept": stay, "recomputed": recomputed, "regrouped": regrouped}
     for half in (
         Half(halves.forward, reads, is_backward=False, outputs=halves.outputs, regrouped=regrouped),
         Half(halves.backward, reads, **back),

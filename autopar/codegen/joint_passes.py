@@ -186,6 +186,7 @@ def _steps_of(joint: JointGraph, primal: int, gradient: fx.Node | None) -> Itera
 
 
 _REDUCTIONS = (STEPS["all_reduce"], STEPS["reduce_scatter"])
+_MOVES = (*_REDUCTIONS, STEPS["all_to_all"], STEPS["all_gather"])  # steps over one axis after another
 
 
 def bucket_gradient_reductions(joint: JointGraph) -> None:
@@ -227,9 +228,9 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
 
 
 def _behind_reductions(joint: JointGraph, gradients: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The last reduction of each gradient that nothing else reads, with the steps from it to the gradient."""
-    left = [_since_reduction(g) for g in gradients if set(g.users) == {joint.graph.output_node()}]
-    return {reduction: steps for reduction, *steps in filter(None, left)}
+    """The end of the way on which each gradient that nothing else reads is reduced, with the steps from it."""
+    left = [_since_moved(g) for g in gradients if set(g.users) == {joint.graph.output_node()}]
+    return {end: steps for end, *steps in filter(None, left) if _way_to(end)}
 
 
 def _closing(made: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
@@ -237,13 +238,13 @@ def _closing(made: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> dict[fx.N
     return {made[k]: i for i, places in enumerate(buckets([sizes[g] for g in made], BUCKET)) for k in places}
 
 
-def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
-    """The last reduction that leads to a gradient and the steps behind it, in order; empty without one.
+def _since_moved(gradient: fx.Node) -> list[fx.Node]:
+    """The last step that communicates on the way to a gradient, and the steps behind it, in order; empty without one.
 
     All steps belong to the parameter's own conversion: a reduction inside an op is not delayed for a bucket.
     """
     steps = [gradient]
-    while steps[0].target not in _REDUCTIONS:
+    while steps[0].target not in _MOVES:
         if not hands_on(steps[0]) or steps[0].args[0].meta.get(BACK) != gradient.meta.get(BACK):
             return []
         steps.insert(0, steps[0].args[0])
@@ -251,20 +252,20 @@ def _since_reduction(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _way_to(end: fx.Node) -> list[fx.Node]:
-    """The chain of reductions over several axes that ends at this one, in order: those of one conversion.
+    """The chain of steps over several axes that ends at this one, from a reduction on: those of one conversion.
 
-    What stands between two conversions may be left out on some ranks, so that their reductions may only seem to meet.
+    What stands between two conversions may be left out on some ranks, so that their steps may only seem to meet.
     """
     way = [end]
     while _goes_on_in(way[0].args[0], way[0]) and len(way[0].args[0].users) == 1:
         way.insert(0, way[0].args[0])
-    return way
+    return list(itertools.dropwhile(lambda n: n.target not in _REDUCTIONS, way))
 
 
 def _goes_on_in(node: fx.Node, step: fx.Node) -> bool:
-    """Whether the node is a reduction of which `step` is the next, in the same conversion."""
+    """Whether the node is a step of which `step` is the next, in the same conversion."""
     marks = [(n.meta.get(BACK), n.meta.get(OP)) for n in (node, step)]
-    return node.target in _REDUCTIONS and marks[0] == marks[1]
+    return node.target in _MOVES and marks[0] == marks[1]
 
 
 def _ways_alike(way: Sequence[fx.Node]) -> tuple[Any, ...]:
@@ -279,9 +280,8 @@ def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: f
     parts: list[Any] = [way[0].args[0] for way in ways]
     for nodes in zip(*ways, strict=True):  # on one axis after the other
         target: Any = nodes[0].target
-        numbers = () if target is STEPS["all_reduce"] else numbers_of(nodes)
         with graph.inserting_after(last):
-            given = (parts, nodes[0].args[1], *numbers)
+            given = (parts, nodes[0].args[1], *numbers_of(nodes))
             last = together = graph.call_function(STEPS[f"{target.__name__}_bucket"], given)
         together.meta["val"], parts = [n.meta["val"] for n in nodes], []
         if BACK in nodes[-1].meta:

@@ -7,8 +7,8 @@ Each pass has a before and an after; none changes what is computed.
     fetch_late          what is made of a parameter alone stands where it is first read
     gather_ahead        the gathers of a window travel together, and begin where the window beside which they move
                         begins
-    reduce_beside       reductions of gradients begin where they stand, and end before the next begins or where they are
-                        read
+    reduce_beside       reductions of gradients begin where they stand, and go on or end where the next begins or where
+                        they are read
     drop_idle_views     views that change nothing are removed (`idle_views.py`)
     write_over          a gradient is written over an operand that nothing reads any more (`buffer_reuse.py`)
 
@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,14 +37,12 @@ from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED, WANTED
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
+from autopar.sharding.convert import REDUCTIONS
 
 _LOCAL = (STEPS["slice"], STEPS["lodge"])  # steps that do not communicate
-_BEGUN_BY = {
-    STEPS["all_reduce"]: "all_reduce",
-    STEPS["all_reduce_bucket"]: "all_reduce",
-    STEPS["reduce_scatter"]: "reduce_scatter",
-    STEPS["reduce_scatter_bucket"]: "reduce_scatter",
-}
+_MOVES = {STEPS[kind]: kind for kind in BEGIN}  # steps of one tensor
+_BEGUN_BY = {STEPS[f"{kind}{suffix}"]: kind for kind in BEGIN for suffix in ("", "_bucket")}
+_REDUCTIONS = frozenset(step for step, kind in _BEGUN_BY.items() if kind in REDUCTIONS)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,7 +67,7 @@ class Half:
     graph: fx.Graph
     reads: Mapping[str, Read]  # of each parameter, by the name of its placeholder
     is_backward: bool
-    kept: Mapping[str, int] = field(default_factory=dict)  # placeholders kept from forward, and the window of each
+    kept: Mapping[str, Read] = field(default_factory=dict)  # placeholders of parameters that are kept from forward
     recomputed: Recomputed = NOTHING  # what backward makes again, and where that is wanted
     outputs: int | None = None  # of forward, how many of its results leave the step; the others are saved
     regrouped: frozenset[str] = frozenset()  # views that change whole shapes, even where shapes of parts stay
@@ -208,9 +207,10 @@ def fetch_late(half: Half) -> None:
 
 
 def gather_ahead(half: Half) -> None:
-    """Prefetch a window's parameters, in one message per axis and dtype, beside its neighbour's compute.
+    """Prefetch a window's parameters, in one message per step, axis and dtype, beside its neighbour's compute.
 
-    The neighbour is the window before it in forward, and the window after it in backward.
+    The neighbour is the window before it in forward, and the window after it in backward. Over one axis after another,
+    each step begins as its share of the neighbour does.
 
     before    y = mm(x, u);   w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)          # u is of
               window 0, p and q of window 1
@@ -218,65 +218,79 @@ def gather_ahead(half: Half) -> None:
               = mm(z, v)
     """
     graph, made = half.graph, fetched(half.graph, half.reads)
-    begins, (first, further) = _begins(half, made), _rounds(half, made)
-    ahead = 1 if half.is_backward else -1
-    for window, gathers in first.items():
-        anchor = begins.get(window + ahead)
-        if anchor is None:
+    places = _places(half, made)
+    for (number, count, window), gathers in sorted(_chains(half, made).items(), key=lambda item: item[0][0]):
+        beside = places.get(window + (1 if half.is_backward else -1))
+        if beside is None:
             _gather_together(graph, gathers, made)
             continue
-        groups: dict[tuple[object, torch.dtype], list[fx.Node]] = {}
+        anchor = _at_share(beside, number / count)
+        then = [_at_share(beside, (number + 1) / count)] if number + 1 < count else []  # where the next step begins
+        groups: dict[tuple[str, object, torch.dtype], list[fx.Node]] = {}
         for node in gathers:
             if anchor < node:
-                groups.setdefault((node.args[1], node.meta["val"].dtype), []).append(node)
-        for (axis, _), nodes in groups.items():
+                groups.setdefault((_MOVES[node.target], node.args[1], node.meta["val"].dtype), []).append(node)
+        for (kind, axis, _), nodes in groups.items():
             _move_before(anchor, nodes, made)
             with graph.inserting_before(anchor):
-                begun = _begin(graph, "all_gather", [n.args[0] for n in nodes], axis, *numbers_of(nodes))
-            _finish_before(graph, begun, nodes, min(nodes))
-    for _, gathers in sorted(further.items()):  # over one axis after another: where the window is first read
-        _gather_together(graph, gathers, made)
+                begun = _begin(graph, kind, [n.args[0] for n in nodes], axis, *numbers_of(nodes))
+            _finish_before(graph, begun, nodes, min(nodes + then))
 
 
 Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
-def _begins(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, fx.Node]:
-    """The first node of each window that reads a parameter."""
-    begins: dict[int, fx.Node] = {}
+def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, list[tuple[fx.Node, int]]]:
+    """By window, in order, the node that first reads each parameter, and the bytes of the whole parameter.
 
-    def note(window: int, reader: fx.Node) -> None:
-        begins[window] = min(reader, begins.get(window, reader))
+    They have the same order on all ranks, whatever parts these hold.
+    """
+    first: dict[str, fx.Node] = {}
+    reads: dict[str, Read] = {}
+
+    def note(name: str, read: Read, reader: fx.Node) -> None:
+        first[name], reads[name] = min(reader, first.get(name, reader)), read
 
     for node, parameter in made.items():
         for user in node.users:
             if user not in made and user.op != "output":
-                note(half.reads[parameter.name].window, user)
+                note(parameter.name, half.reads[parameter.name], user)
     for node in half.graph.find_nodes(op="placeholder"):
         if node.name in half.kept:
             for reader in _readers(node):
-                note(half.kept[node.name], reader)
-    return begins
+                note(node.name, half.kept[node.name], reader)
+    found: dict[int, list[tuple[fx.Node, int]]] = {}
+    for name in sorted(first, key=first.__getitem__):  # nodes compare by their place
+        found.setdefault(reads[name].window, []).append((first[name], reads[name].nbytes))
+    return found
 
 
-def _rounds(half: Half, made: Mapping[fx.Node, fx.Node]) -> tuple[dict[int, Gathers], dict[int, Gathers]]:
-    """Each parameter's first gather by window, and gathers over further axes by their number in the chain.
+def _at_share(places: Sequence[tuple[fx.Node, int]], share: float) -> fx.Node:
+    """The place before which about a share of all bytes is read: compute goes with them."""
+    before = list(itertools.accumulate((nbytes for _, nbytes in places[:-1]), initial=0))
+    goal = share * (before[-1] + places[-1][1])
+    return places[min(range(len(places)), key=lambda i: abs(before[i] - goal))][0]
 
-    Gathers that the plan recomputes are left out: they stay one by one, where they are wanted.
+
+def _chains(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, int, int], Gathers]:
+    """The steps that move parameters by their number in their chain, the length of that, and the window.
+
+    Those that the plan recomputes are left out: they stay one by one, where they are wanted.
     """
-    first: dict[int, Gathers] = {}
-    further: dict[int, Gathers] = {}
-    for node, parameter in made.items():
-        if node.target is not STEPS["all_gather"] or node.meta.get(RECOMPUTED):
-            continue
-        read = half.reads[parameter.name]
-        before = [n.target for n in _before(node, made)]
-        earlier = [step for step in before if step in STEPS.values() and step not in _LOCAL]
-        if not earlier:
-            first.setdefault(read.window, {})[node] = (read.window, read.bucket)
-        elif set(earlier) == {STEPS["all_gather"]}:
-            further.setdefault(len(earlier), {})[node] = (read.window, read.bucket)
-    return first, further
+    number: dict[fx.Node, int] = {}
+    count: dict[fx.Node, int] = {}
+    for node in made:
+        if node.target in _MOVES and not node.meta.get(RECOMPUTED):
+            before = [n for n in _before(node, made) if n.target in STEPS.values() and n.target not in _LOCAL]
+            if all(n in number for n in before):
+                number[node] = len(before)
+                for n in (node, *before):
+                    count[n] = max(number[node] + 1, count.get(n, 0))
+    found: dict[tuple[int, int, int], Gathers] = {}
+    for node, place in number.items():
+        read = half.reads[made[node].name]
+        found.setdefault((place, count[node], read.window), {})[node] = (read.window, read.bucket)
+    return found
 
 
 def _move_before(place: fx.Node, nodes: list[fx.Node], made: Mapping[fx.Node, fx.Node]) -> None:
@@ -290,22 +304,23 @@ def _move_before(place: fx.Node, nodes: list[fx.Node], made: Mapping[fx.Node, fx
 def _gather_together(
     graph: fx.Graph, gathers: Mapping[fx.Node, tuple[int, int]], made: Mapping[fx.Node, fx.Node]
 ) -> None:
-    """Bucket gathers that are not prefetched: one message for each axis, dtype and bucket.
+    """Bucket gathers that are not prefetched: one message for each step, axis, dtype and bucket.
 
     before    w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
     after     g = all_gather_bucket([p, q]);  w = g[0];  v = g[1];  y = mm(x, w);  z = mm(y, v)
     """
-    groups: dict[tuple[object, torch.dtype, tuple[int, int]], list[fx.Node]] = {}
+    groups: dict[tuple[str, object, torch.dtype, tuple[int, int]], list[fx.Node]] = {}
     for node in sorted(gathers):
-        groups.setdefault((node.args[1], node.meta["val"].dtype, gathers[node]), []).append(node)
-    for (axis, _, _), of_bucket in groups.items():
+        kind = _MOVES[node.target]
+        groups.setdefault((kind, node.args[1], node.meta["val"].dtype, gathers[node]), []).append(node)
+    for (kind, axis, _, _), of_bucket in groups.items():
         parameters = {n: [n, *_before(n, made)][-1].all_input_nodes[0] for n in of_bucket}
         nodes = [n for n in of_bucket if parameters[n] < of_bucket[0]]  # what has arrived by then
         if len(nodes) > 1:
             _move_before(nodes[0], nodes[1:], made)
             given = ([n.args[0] for n in nodes], axis, *numbers_of(nodes))
             with graph.inserting_before(nodes[0]):
-                together = graph.call_function(STEPS["all_gather_bucket"], given)
+                together = graph.call_function(STEPS[f"{kind}_bucket"], given)
             _hand_out(graph, together, nodes)
 
 
@@ -349,40 +364,60 @@ def _hand_out(graph: fx.Graph, together: fx.Node, nodes: list[fx.Node]) -> None:
 
 
 def reduce_beside(half: Half) -> None:
-    """Run each reduction of gradients beside the ops that follow it; one is under way at a time.
+    """Run each reduction of gradients beside the ops that follow it, up to the next one.
 
     before    g = all_reduce(d, "dp");  e = mm(...);  h = all_reduce(e, "dp");  return g, h
     after     a = begin_all_reduce(pack([d]), "dp");  e = mm(...);  g = finish(a)[0];  b = begin_all_reduce(pack([e]),
               "dp");  h = finish(b)[0];  return g, h
 
-    Steps on a reduced gradient before it leaves, such as a slice, move to where the reduction finishes.
+    Over one axis after another, a reduction goes on with its next step as the next reduction begins. Local steps on a
+    reduced gradient before it leaves, such as a slice, move to where the reduction finishes.
     """
     if not half.is_backward:
         return
     graph, end = half.graph, half.graph.output_node()
-    under_way: _UnderWay | None = None
+    under_way, later = list[_UnderWay](), set[fx.Node]()
     for node in list(graph.nodes):
-        kind = _BEGUN_BY.get(node.target)
-        if kind is None:
+        # what the step itself reads is waited for where it is
+        if node.target not in _REDUCTIONS or node in later or not _leads_only_to(_results(node), end):
             continue
-        is_bucket = isinstance(node.args[0], (list, tuple))
-        results = sorted(walks.parts(node), key=lambda r: r.args[1]) if is_bucket else [node]
-        if not _leads_only_to(results, end):  # what the step itself reads is waited for where it is
-            continue
-        if under_way is not None:
-            under_way.finish(graph, node)
-        begun = _begin_reduction(graph, kind, node, results if is_bucket else None)
-        # an op's own reduction ends where the op's gradient is read, so that the unreduced gradient can be freed
-        goes_on = _is_done_alone if is_bucket else functools.partial(_is_done_alone, conversion=node.meta.get(BACK))
-        readers = {user for r in results for user in walks.uses(r, goes_on)}
-        steps = sorted(filter(goes_on, readers))
-        if is_bucket:
-            for r in results:  # they read what has begun, until it is finished
-                r.replace_input_with(node, begun)
-            graph.erase_node(node)
-        under_way = _UnderWay(begun, results, steps, sorted(readers.difference(steps)))
-    if under_way is not None:
-        under_way.finish(graph, end)
+        under_way = [more for one in under_way for more in one.go_on(graph, node)]
+        under_way.append(_UnderWay.of(graph, node))
+        step = under_way[-1].then
+        while step is not None:  # those begin as others do
+            later.add(step)
+            step = _next_step(step)
+    while under_way:
+        under_way = [more for one in under_way for more in one.go_on(graph, end)]
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The results of a step: of a bucket its parts, in order."""
+    is_bucket = isinstance(node.args[0], (list, tuple))
+    return sorted(walks.parts(node), key=lambda r: r.args[1]) if is_bucket else [node]
+
+
+def _uses_of(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What is done with a step's results alone, in order, and what else reads them or what is made of them so."""
+    is_bucket = isinstance(node.args[0], (list, tuple))
+    # an op's own reduction ends where the op's gradient is read, so that the unreduced gradient can be freed
+    goes_on = _is_done_alone if is_bucket else functools.partial(_is_done_alone, conversion=node.meta.get(BACK))
+    readers = {user for r in _results(node) for user in walks.uses(r, goes_on)}
+    steps = sorted(filter(goes_on, readers))
+    return steps, sorted(n for n in readers.difference(steps) if n.op != "output")
+
+
+def _next_step(node: fx.Node) -> fx.Node | None:
+    """The step over the next axis of the same conversions, where it is all that reads a reduction.
+
+    It may begin late: only further such steps, and local ones, read it.
+    """
+    steps, readers = _uses_of(node)
+    if len(readers) != 1 or readers[0].target not in _BEGUN_BY or readers[0].meta.get(BACK) != node.meta.get(BACK):
+        return None
+    (then,) = readers
+    is_all = {*_results(node), *steps}.issuperset(then.all_input_nodes)
+    return then if is_all and (_next_step(then) or not _uses_of(then)[1]) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -393,13 +428,31 @@ class _UnderWay:
     results: list[fx.Node]
     steps: list[fx.Node]  # what is done with the results, in order, and reads nothing else
     readers: list[fx.Node]  # of the results or of what these steps make of them
+    then: fx.Node | None  # the step over the next axis
 
-    def finish(self, graph: fx.Graph, place: fx.Node) -> None:
-        """Finish the reduction before `place`, or before its first reader, with the steps that follow it."""
+    @staticmethod
+    def of(graph: fx.Graph, node: fx.Node) -> _UnderWay:
+        """Begin a step of a reduction where it stands."""
+        is_bucket, results = isinstance(node.args[0], (list, tuple)), _results(node)
+        steps, readers = _uses_of(node)
+        then = _next_step(node)
+        begun = _begin_reduction(graph, _BEGUN_BY[node.target], node, results if is_bucket else None)
+        if is_bucket:
+            for r in results:  # they read what has begun, until it is finished
+                r.replace_input_with(node, begun)
+            graph.erase_node(node)
+        return _UnderWay(begun, results, steps, readers if then is None else [], then)
+
+    def go_on(self, graph: fx.Graph, place: fx.Node) -> list[_UnderWay]:
+        """Finish before `place`, or before the first reader, with the steps that follow; begin what is next there."""
         place = min([place, *self.readers])
         for node in self.steps:
             place.prepend(node)
         _finish_before(graph, self.begun, self.results, min([place, *self.steps]))
+        if self.then is None:
+            return []
+        place.prepend(self.then)
+        return [_UnderWay.of(graph, self.then)]
 
 
 def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.Node] | None) -> fx.Node:
@@ -413,13 +466,17 @@ def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.No
             places = [r.args[1] for r in read]
             tensors, *numbers = ([given[i] for i in places] for given in (tensors, *numbers))
             return _begin(graph, kind, tensors, axis, *numbers)
-        return _begin(graph, kind, [tensors], axis, *(numbers_of([node]) if numbers else ()))
+        return _begin(graph, kind, [tensors], axis, *numbers_of([node]))
 
 
 def _leads_only_to(nodes: list[fx.Node], end: fx.Node) -> bool:
     """Whether the nodes have readers, and reach `end` through steps and views alone."""
-    users = [user for node in nodes for user in walks.uses(node, hands_on)]
-    return bool(users) and all(user is end or hands_on(user) for user in users)
+
+    def goes_on(node: fx.Node) -> bool:
+        return hands_on(node) or node.target in _BEGUN_BY or node.target is operator.getitem
+
+    users = [user for node in nodes for user in walks.uses(node, goes_on)]
+    return bool(users) and all(user is end or goes_on(user) for user in users)
 
 
 def _is_done_alone(node: fx.Node, conversion: str | None = None) -> bool:

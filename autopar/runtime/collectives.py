@@ -175,6 +175,49 @@ def begin_reduce_scatter(message: Packed, axis: Axis) -> Pending:
     return Pending(_reduce_scatter(y, message.flat, group=axis.group, async_op=True), message.flat, y, message.unpack)
 
 
+def pack_all_to_all(
+    xs: list[Tensor],
+    axis: Axis,
+    dims: list[int],
+    sizes: list[int],
+    blocks: list[Blocks],
+    to_dims: list[int],
+    to_sizes: list[int],
+    to_blocks: list[Blocks],
+) -> Packed:
+    cuts = list(zip(dims, sizes, blocks, to_dims, to_sizes, to_blocks, strict=True))
+    parts = []
+    for x, (dim, size, _, to_dim, to_size, cut_by) in zip(xs, cuts, strict=True):
+        step, to_step = -(-size // axis.size), -(-to_size // axis.size)
+        padded = _padded(_padded(_by_parts(x, to_dim, axis.size, cut_by), dim, step), to_dim, to_step * axis.size)
+        # [receiver, ..., step, ..., to_step, ...]; a stack of pictures whose channels lie last would lie so too
+        parts.append(torch.stack(padded.split(to_step, to_dim)).contiguous())
+    shapes = [part.shape[1:] for part in parts]
+    flat = torch.cat([part.view(axis.size, -1) for part in parts], 1) if len(parts) > 1 else parts[0]
+
+    def unpack(y: Tensor) -> list[Tensor]:
+        pieces = y.view(axis.size, -1).split([shape.numel() for shape in shapes], 1)
+        wholes = (  # the senders' parts in their order
+            piece.view(axis.size, *shape).movedim(0, dim).flatten(dim, dim + 1)
+            for piece, shape, (dim, *_) in zip(pieces, shapes, cuts, strict=True)
+        )
+        return [
+            _by_blocks(whole.narrow(dim, 0, size), dim, axis.size, gathered)
+            .narrow(to_dim, 0, _length(to_size, axis))
+            .contiguous()
+            for whole, (dim, size, gathered, to_dim, to_size, _) in zip(wholes, cuts, strict=True)
+        ]
+
+    return Packed(flat.view(-1), unpack)
+
+
+def begin_all_to_all(message: Packed, axis: Axis) -> Pending:
+    """S(dim) -> S(to_dim) of several tensors in one message."""
+    y = torch.empty_like(message.flat)
+    work = dist.all_to_all_single(y, message.flat, group=axis.group, async_op=True)
+    return Pending(work, message.flat, y, message.unpack)
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """P(sum) -> R, by an all-reduce."""
     return all_reduce_bucket([x], axis)[0]
@@ -220,20 +263,12 @@ def all_to_all(
     x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks, to_dim: int, to_size: int, to_blocks: Blocks
 ) -> Tensor:
     """S(dim) -> S(to_dim), by an all-to-all."""
-    step, to_step = -(-size // axis.size), -(-to_size // axis.size)
-    padded = _padded(_padded(_by_parts(x, to_dim, axis.size, to_blocks), dim, step), to_dim, to_step * axis.size)
-    # [receiver, ..., step, ..., to_step, ...]; a stack of pictures whose channels lie last would lie so too
-    sent = torch.stack(padded.split(to_step, to_dim)).contiguous()
-    del padded
-    y = torch.empty_like(sent)
-    wait_for(dist.all_to_all_single(y, sent, group=axis.group, async_op=True))
-    del sent
-    whole = y.movedim(0, dim).flatten(dim, dim + 1)  # the senders' parts in their order
-    return (
-        _by_blocks(whole.narrow(dim, 0, size), dim, axis.size, blocks)
-        .narrow(to_dim, 0, _length(to_size, axis))
-        .contiguous()
-    )
+    return all_to_all_bucket([x], axis, [dim], [size], [blocks], [to_dim], [to_size], [to_blocks])[0]
+
+
+def all_to_all_bucket(xs: list[Tensor], axis: Axis, *numbers: list[Any]) -> list[Tensor]:
+    """S(dim) -> S(to_dim) of several tensors in one message; `numbers` are those of `pack_all_to_all`."""
+    return finish(begin_all_to_all(pack_all_to_all(xs, axis, *numbers), axis))
 
 
 def slice(x: Tensor, axis: Axis, dim: int, size: int, blocks: Blocks = ()) -> Tensor:
@@ -295,6 +330,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
         all_reduce_bucket,
         all_gather_bucket,
         reduce_scatter_bucket,
+        all_to_all_bucket,
         all_reduce_max,
         all_gather,
         reduce_scatter,
@@ -307,11 +343,13 @@ PACK: dict[str, Callable[..., Packed]] = {
     "all_reduce": pack_all_reduce,
     "all_gather": pack_all_gather,
     "reduce_scatter": pack_reduce_scatter,
+    "all_to_all": pack_all_to_all,
 }
 BEGIN: dict[str, Callable[..., Pending]] = {
     "all_reduce": begin_all_reduce,
     "all_gather": begin_all_gather,
     "reduce_scatter": begin_reduce_scatter,
+    "all_to_all": begin_all_to_all,
 }
 
 

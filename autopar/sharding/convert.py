@@ -26,7 +26,6 @@ import numpy as np
 from autopar.letters import BadSharding
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.cost_model import ALONE, CostModel, Message
-from autopar.sharding.costs import LOCAL
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, Placement, R, S, Sharding
@@ -96,17 +95,6 @@ class Path:
 
     steps: tuple[Step, ...]
     seconds: float
-    each: tuple[float, ...]  # seconds of each step
-
-    def begun(self, is_back: bool) -> float:
-        """Seconds of the step that runs beside compute; all others are in line, one after the other.
-
-        A gather begins ahead where it is the first step, and on the way back a reduction goes on where it is the last.
-        """
-        moved = [(step.kind, s) for step, s in zip(self.steps, self.each, strict=True) if step.kind not in LOCAL]
-        kind, seconds = moved[-1 if is_back else 0] if moved else ("", 0.0)
-        is_begun = kind in REDUCTIONS if is_back else kind == "all_gather"
-        return (self.seconds if len(moved) == 1 else seconds) if is_begun else 0.0
 
     def text(self, axes: Sequence[str]) -> str:
         return ", ".join(s.text(axes) for s in self.steps) or "-"
@@ -136,7 +124,7 @@ class _Graph:
                 if j not in seconds or (j not in done and at + more < seconds[j]):
                     seconds[j], before[j] = at + more, i
                     heapq.heappush(queue, (at + more, next(found), j))
-        return _Routes(self, before, seconds, {})
+        return _Routes(self, before, seconds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,24 +134,16 @@ class _Routes:
     graph: _Graph
     before: Mapping[int, int]  # of each layout that is reached, the one before it on its path
     seconds: Mapping[int, float]
-    known: dict[bool, np.ndarray]  # of `begun`
 
     def to(self, end: int) -> Path | None:
         """The path to a layout; None where there is none."""
         if end not in self.before:
             return None
-        steps, at = list[tuple[float, Step]](), end
+        steps, at = list[Step](), end
         while (before := self.before[at]) != at:
-            steps.append(self.graph.steps[before][at])
+            steps.append(self.graph.steps[before][at][1])
             at = before
-        return Path(tuple(step for _, step in steps[::-1]), self.seconds[end], tuple(s for s, _ in steps[::-1]))
-
-    def begun(self, is_back: bool) -> np.ndarray:
-        """Of the path to each layout, the seconds of the step that runs beside compute; a last 0 leads nowhere."""
-        if is_back not in self.known:
-            paths = map(self.to, range(len(self.graph.index)))
-            self.known[is_back] = np.array([*(path.begun(is_back) if path else 0.0 for path in paths), 0.0])
-        return self.known[is_back]
+        return Path(tuple(steps[::-1]), self.seconds[end])
 
 
 class ShapeConsistencyManager:
@@ -214,23 +194,6 @@ class ShapeConsistencyManager:
         if tensor not in self._seconds:
             self._seconds[tensor] = self._all_pairs(self._graph(tensor))
         return self._seconds[tensor][np.ix_(self._numbers(tensor, sources), self._numbers(tensor, targets))]
-
-    def begun(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        sources: Sequence[Sharding],
-        targets: Sequence[Sharding],
-        is_back: bool,
-    ) -> np.ndarray:
-        """Of the seconds of `table` those of the step of each path that runs beside compute."""
-        tensor = shape, itemsize, _blocks_of(*sources, *targets)
-        ends = self._numbers(tensor, targets)
-        found = np.zeros((len(sources), len(targets)))
-        for row, start in zip(found, self._numbers(tensor, sources), strict=True):
-            if start >= 0:
-                row[:] = self._from(tensor, start).begun(is_back)[ends]
-        return found
 
     def _numbers(self, tensor: _Tensor, shardings: Sequence[Sharding]) -> list[int]:
         """The numbers of a tensor's layouts; -1 where one cannot be."""

@@ -95,34 +95,13 @@ class EdgeBuilder:
         return Wiring(tuple(d.site for d in drafts.values()), tuple(edges), tuple(carried), tuple(takers), index)
 
     def movements(self, wiring: Wiring, ops: Sequence[fx.Node]) -> dict[int, Movement]:
-        """Seconds of gathers and reductions beside compute, for each edge that carries a parameter to an op."""
+        """Seconds of gathers and reductions, for each edge that carries a parameter to an op."""
         at = {n: i for i, n in enumerate(ops)}
         found = {}
         for k, (value, taker) in enumerate(zip(wiring.values, wiring.takers, strict=True)):
             if value in self.parameters.owners and taker in at:
-                edge = wiring.edges[k]
-                begun = self.once("begun", (edge.forward, edge.backward), functools.partial(self._begun, edge))
-                found[k] = Movement(at[taker], *begun)
+                found[k] = Movement(at[taker], wiring.edges[k].forward, wiring.edges[k].backward)
         return found
-
-    def _begun(self, edge: Edge) -> tuple[np.ndarray, np.ndarray]:
-        """Of the seconds of a parameter's gathers and reductions those of steps that run beside compute."""
-        assert edge.ahead is not None and edge.back is not None
-        ends = [values(f) for f in edge.given], [values(f) for f in edge.taken]
-        forward = edge.ahead.begun(edge.shape, edge.itemsize, *ends, is_back=False)
-        if not edge.backward.any():
-            return np.where(edge.forward > 0, forward, 0.0), edge.backward
-        back = functools.partial(
-            edge.back.begun,
-            edge.shape,
-            sources=[gradients(f) for f in edge.taken],
-            targets=[gradients(f) for f in edge.given],
-            is_back=True,
-        )
-        backward = back(edge.itemsize).T
-        if edge.reduced_in:
-            backward = np.where(reduces(edge.taken, edge.given).T, back(edge.reduced_in).T, backward)
-        return np.where(edge.forward > 0, forward, 0.0), np.where(edge.backward > 0, backward, 0.0)
 
     def _cargo(self, value: fx.Node, type_: TensorType) -> _Cargo:
         owners = self.parameters.owners

@@ -1,0 +1,128 @@
+"""What prices count as moving beside compute begins ahead in the emitted program, each step: on one to three axes."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+
+from autopar.codegen import joint, joint_passes, lower
+from autopar.codegen.buffers import hands_on
+from autopar.request import Request
+from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
+from autopar.search import plan_of
+from autopar.sharding.costs import LOCAL
+from autopar.space import presets
+from autopar.space.windows import BLOCK
+from tests import language
+from tests.models import MLP, eager_links, on_meta
+
+MESHES = ((4,), (2, 2), (4, 2), (2, 2, 2))
+PRESETS = (None, "zero3", "zero2", "dp", "hsdp")
+KINDS = {f: kind for kind, f in STEPS.items()}
+BEGUN = {f: kind for kind, f in BEGIN.items()}
+
+
+def models(mesh):
+    """A model of the field on two axes, where most is to be seen; a small one on the others."""
+    if len(mesh) == 2:
+        build = language.llama if mesh == (2, 2) else language.gpt2  # of which the latter has a tied table
+        return on_meta(lambda: build(layers=3)), language.zeros(8, 64), {"assume": language.NO_PADDING}
+    x = torch.empty(16, 64, device="meta")
+    return on_meta(lambda: MLP(64, 4)), {"x": x, "y": x}, {}
+
+
+def moved_on(node, messages, found):
+    """Steps that follow a value, as (kind, axis, whether it begins ahead); `messages` has its place in each."""
+    for user in node.users:
+        if user.target in PACK.values() or KINDS.get(user.target, "").endswith("_bucket"):
+            places = [i for i, x in enumerate(user.args[0]) if x is node]
+            messages.setdefault(user, places[0])
+        elif user.target in BEGUN or user.target is finish:
+            messages[user] = messages[node]
+        elif user.target is operator.getitem and node in messages:
+            if user.args[1] != messages[node]:
+                continue
+        elif not hands_on(user):
+            continue
+        kind = BEGUN.get(user.target) or KINDS.get(user.target, "").removesuffix("_bucket")
+        if kind and kind not in LOCAL:
+            found.append((kind, user.args[1], user.target in BEGUN))
+        moved_on(user, messages, found)
+        return found
+    return found
+
+
+def steps_from(graph, name):
+    """The steps from the placeholder of a parameter."""
+    (node,) = [n for n in graph.nodes if n.name == name]
+    return moved_on(node, {}, [])
+
+
+def steps_to(node):
+    """The steps that lead to a gradient, the first one first."""
+    found, at = [], None
+    while node.op == "call_function":
+        if node.target is operator.getitem and node.args[0].target in (finish, *KINDS):
+            at, node = node.args[1], node.args[0]
+            if node.target is finish:
+                continue
+        if node.target is finish:
+            node = node.args[0]
+            continue
+        if node.target in BEGUN:
+            found.append((BEGUN[node.target], node.args[1], True))
+            node = node.args[0].args[0][at]
+            continue
+        kind = KINDS.get(node.target, "")
+        if kind.endswith("_bucket"):
+            found.append((kind.removesuffix("_bucket"), node.args[1], False))
+            node = node.args[0][at]
+            continue
+        if not hands_on(node):
+            break
+        if kind and kind not in LOCAL:
+            found.append((kind, node.args[1], False))
+        node = node.all_input_nodes[0]
+    return found[::-1]
+
+
+@pytest.mark.parametrize("parallel", PRESETS, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_what_is_priced_beside_compute_begins_ahead(mesh, parallel, monkeypatch):
+    monkeypatch.setattr(joint_passes, "BUCKET", 20_000)
+    monkeypatch.setattr(presets, "BUCKET", BLOCK)  # so that these models have several windows
+    joint.LOWERED.clear()
+    model, batch, how = models(mesh)
+    request = Request(mesh=mesh, cluster=eager_links(), parallel=parallel, memory_budget="inf", **how)
+    graph = request.trace(model, batch)
+    plan = plan_of(graph, request)
+    lowered = lower(graph, plan, (0,) * len(mesh))
+    space, picked = plan.search.counted.space, plan.search.point.picked
+    beside = {"forward": set(), "backward": set()}
+    for window in space.windows:
+        for k, table in window.communication:
+            edge = space.edges[k]
+            if table[edge.place(picked)] > 0:
+                beside[window.way].add((space.sites[edge.source].name, space.sites[edge.target].name))
+    program, halves = lowered.program, lowered.joint
+    inputs = len(program.inputs)
+    names = {name: f"primals_{inputs + i + 1}" for i, name in enumerate(program.parameters)}
+    results = dict(zip(halves.gradients, halves.backward.output_node().args[0], strict=True))
+    gradients = {name: results.get(inputs + i) for i, name in enumerate(program.parameters)}
+    moved = seen = 0
+    for c in plan.conversions:
+        if c.source not in names:
+            continue
+        ahead = [(s.kind, plan.mesh.axes[s.axis]) for s in c.forward if s.kind not in LOCAL]
+        back = [(s.kind, plan.mesh.axes[s.axis]) for s in c.backward if s.kind not in LOCAL]
+        if (c.source, c.target) in beside["forward"] and ahead:
+            emitted = steps_from(halves.forward, names[c.source])
+            assert emitted == [(*step, True) for step in ahead], (c.source, emitted, ahead)
+            moved += len(ahead)
+        if (c.source, c.target) in beside["backward"] and back and gradients[c.source] is not None:
+            emitted = steps_to(gradients[c.source])
+            assert emitted[-len(back) :] == [(*step, True) for step in back], (c.source, emitted, back)
+            seen += len(back)
+    assert seen and (moved or parallel in (None, "dp"))
