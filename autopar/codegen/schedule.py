@@ -241,7 +241,7 @@ Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
 def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, list[tuple[fx.Node, int]]]:
-    """By window, in order, the node that first reads each parameter, and the bytes of the whole parameter.
+    """By window, in order, the nodes that are the first to read parameters, and the bytes of these when whole.
 
     They have the same order on all ranks, whatever parts these hold.
     """
@@ -259,10 +259,11 @@ def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, list[tuple
         if node.name in half.kept:
             for reader in _readers(node):
                 note(node.name, half.kept[node.name], reader)
-    found: dict[int, list[tuple[fx.Node, int]]] = {}
-    for name in sorted(first, key=first.__getitem__):  # nodes compare by their place
-        found.setdefault(reads[name].window, []).append((first[name], reads[name].nbytes))
-    return found
+    windows: dict[int, dict[fx.Node, int]] = {}
+    for name, node in first.items():
+        of_nodes = windows.setdefault(reads[name].window, {})
+        of_nodes[node] = of_nodes.get(node, 0) + reads[name].nbytes
+    return {window: sorted(of_nodes.items()) for window, of_nodes in windows.items()}  # nodes compare by their place
 
 
 def _at_share(places: Sequence[tuple[fx.Node, int]], share: float) -> fx.Node:

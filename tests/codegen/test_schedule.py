@@ -140,17 +140,37 @@ def test_a_window_that_comes_first_in_forward_is_gathered_in_one_message(monkeyp
     )  # each parameter once
 
 
-@pytest.mark.parametrize("half, windows", [("forward", 5), ("backward", 4)])
-def test_what_is_gathered_over_two_axes_goes_on_in_one_message(half, windows):
+@pytest.mark.parametrize("half, in_line", [("forward", 1), ("backward", 0)])
+def test_what_is_gathered_over_two_axes_goes_on_in_one_message(half, in_line):
     model, batch = case()
     plan = autopar.plan(model, batch, mesh=(2, 2), cluster=eager_links(), parallel="zero3")
     nodes = list(getattr(lower(ColoTracer().trace(model, batch), plan, (0, 0)).joint, half).nodes)
     counted = Counter(n.target for n in nodes)
-    assert (
-        not counted[STEPS["all_gather"]]
-        and counted[BEGIN["all_gather"]] == 4
-        and counted[STEPS["all_gather_bucket"]] == 2 * windows - 4
-    )  # a window is two messages, of which the first may move ahead
+    assert not counted[STEPS["all_gather"]] and counted[BEGIN["all_gather"]] == 8  # of four windows
+    assert counted[STEPS["all_gather_bucket"]] == 2 * in_line
+    at = {n: i for i, n in enumerate(nodes)}
+    products = [at[n] for n in nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)]
+    begun = [n for n in nodes if n.target is BEGIN["all_gather"]]
+    for i, (first, further) in enumerate(zip(begun[::2], begun[1::2])):
+        (end,), (last,) = first.users, further.users
+        assert at[first] < at[end] < at[further] < at[last] and any(at[further] < k < at[last] for k in products)
+        has_places = half == "forward" or i > 0  # beside the head, which is one product, both begin before it
+        assert any(at[first] < k < at[end] for k in products) == has_places
+
+
+def test_reductions_over_two_axes_go_on_as_the_next_begin(monkeypatch):
+    small_buckets(monkeypatch)
+    model, batch = case()
+    plan = autopar.plan(model, batch, mesh=(2, 2), cluster=eager_links(), parallel="zero3")
+    nodes = list(lower(ColoTracer().trace(model, batch), plan, (0, 0)).joint.backward.nodes)
+    at = {n: i for i, n in enumerate(nodes)}
+    begun = [n for n in nodes if n.target is BEGIN["reduce_scatter"]]
+    (one, other), ends = {n.args[1] for n in begun}, {n: next(iter(n.users)) for n in begun}
+    heads = [n for n in begun if n.args[1] == begun[0].args[1]]
+    assert len(begun) == 2 * len(heads) >= 6 and one != other
+    for head, after in pairwise(heads):  # its second step begins where the next one's first does
+        (second,) = [n for n in begun if at[ends[head]] < at[n] < at[after] and n not in heads]
+        assert at[after] < at[ends[second]]
 
 
 class Lookup(nn.Module):

@@ -64,3 +64,22 @@ def pictures_there_and_back(rank, x):
 def test_pictures_whose_channels_lie_last_are_exchanged(ranks):
     x = torch.randn(8, 16, 8, 8).contiguous(memory_format=torch.channels_last)
     assert all(ranks(2, pictures_there_and_back, x))
+
+
+def in_one_message(rank, whole):
+    """Tensors of unlike shapes, some of them with parts of unlike sizes, go in one message as each goes alone."""
+    axis = bind_axes(DeviceMesh((3,), ("a",)).to_torch("cpu"))["a"]
+    ways = [(0, 1), (1, 0), (2, 0), (1, 2)]
+    parts = [c.slice(x, axis, dim, x.shape[dim]) for x, (dim, _) in zip(whole, ways)]
+    numbers = [(d, x.shape[d], (), t, x.shape[t], ()) for x, (d, t) in zip(whole, ways)]
+    together = c.all_to_all_bucket(parts, axis, *map(list, zip(*numbers)))
+    for x, made, part, number in zip(whole, together, parts, numbers):
+        assert torch.equal(made, c.slice(x, axis, number[3], number[4]))
+        assert torch.equal(made, c.all_to_all(part, axis, *number))
+    return True
+
+
+@pytest.mark.parametrize("ranks", [on_threads, on_processes])
+def test_all_to_alls_travel_in_one_message(ranks):
+    shapes = [(6, 9), (7, 4), (5, 2, 8), (3, 10, 4)]
+    assert all(ranks(3, in_one_message, [torch.randn(shape) for shape in shapes]))
