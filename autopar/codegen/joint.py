@@ -102,7 +102,8 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     run_passes("joint graph", joint_passes.PASSES, joint, joint_graph.verify, JointGraph.text)
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
     halves = split(joint, regathered, states.recomputed)
-    _schedule(halves, {primal.name: read for primal, read in at.items()}, states.recomputed, regrouped(program))
+    ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
+    _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, regrouped(program))
     return halves
 
 
@@ -142,11 +143,21 @@ def regrouped(program: LocalProgram) -> frozenset[str]:
 
 
 def _schedule(
-    halves: Joint, reads: Mapping[str, Read], recomputed: Recomputed, regrouped: frozenset[str] = frozenset()
+    halves: Joint,
+    reads: Mapping[str, Read],
+    ways: Mapping[str, str],
+    recomputed: Recomputed,
+    regrouped: frozenset[str] = frozenset(),
 ) -> None:
     """Move each half's collectives to run beside compute; `reads` is by the names of primals."""
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
-    back: dict[str, Any] = {"is_backward": True, "kept": stay, "recomputed": recomputed, "regrouped": regrouped}
+    back: dict[str, Any] = {
+        "is_backward": True,
+        "kept": stay,
+        "recomputed": recomputed,
+        "regrouped": regrouped,
+        "ways": ways,
+    }
     for half in (
         Half(halves.forward, reads, is_backward=False, outputs=halves.outputs, regrouped=regrouped),
         Half(halves.backward, reads, **back),

@@ -71,6 +71,7 @@ class Half:
     recomputed: Recomputed = NOTHING  # what backward makes again, and where that is wanted
     outputs: int | None = None  # of forward, how many of its results leave the step; the others are saved
     regrouped: frozenset[str] = frozenset()  # views that change whole shapes, even where shapes of parts stay
+    ways: Mapping[str, str] = field(default_factory=dict)  # conversions, casts and views of a parameter alone: of which
 
     @property
     def leaving(self) -> list[fx.Node]:
@@ -382,14 +383,14 @@ def reduce_beside(half: Half) -> None:
         # what the step itself reads is waited for where it is
         if node.target not in _REDUCTIONS or node in later or not _leads_only_to(_results(node), end):
             continue
-        under_way = [more for one in under_way for more in one.go_on(graph, node)]
-        under_way.append(_UnderWay.of(graph, node))
+        under_way = [more for one in under_way for more in one.go_on(half, node)]
+        under_way.append(_UnderWay.of(half, node))
         step = under_way[-1].then
         while step is not None:  # those begin as others do
             later.add(step)
-            step = _next_step(step)
+            step = _next_step(half, step)
     while under_way:
-        under_way = [more for one in under_way for more in one.go_on(graph, end)]
+        under_way = [more for one in under_way for more in one.go_on(half, end)]
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
@@ -398,9 +399,12 @@ def _results(node: fx.Node) -> list[fx.Node]:
     return sorted(walks.parts(node), key=lambda r: r.args[1]) if is_bucket else [node]
 
 
-def _uses_of(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What is done with a step's results alone, in order, and what else reads them or what is made of them so."""
-    is_bucket = isinstance(node.args[0], (list, tuple))
+def _uses_of(node: fx.Node, is_further: bool = False) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What is done with a step's results alone, in order, and what else reads them or what is made of them so.
+
+    `is_further` says that the step comes after others of its conversion.
+    """
+    is_bucket = is_further or isinstance(node.args[0], (list, tuple))
     # an op's own reduction ends where the op's gradient is read, so that the unreduced gradient can be freed
     goes_on = _is_done_alone if is_bucket else functools.partial(_is_done_alone, conversion=node.meta.get(BACK))
     readers = {user for r in _results(node) for user in walks.uses(r, goes_on)}
@@ -408,17 +412,21 @@ def _uses_of(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return steps, sorted(n for n in readers.difference(steps) if n.op != "output")
 
 
-def _next_step(node: fx.Node) -> fx.Node | None:
-    """The step over the next axis of the same conversions, where it is all that reads a reduction.
+def _next_step(half: Half, node: fx.Node) -> fx.Node | None:
+    """The step over the next axis on the way of the same gradients, where it is all that reads a reduction.
 
-    It may begin late: only further such steps, and local ones, read it.
+    It may begin late: only further such steps, and local ones, read it. What stands between steps of other values may
+    be left out on some ranks, where they only seem to meet.
     """
     steps, readers = _uses_of(node)
-    if len(readers) != 1 or readers[0].target not in _BEGUN_BY or readers[0].meta.get(BACK) != node.meta.get(BACK):
+    if len(readers) != 1 or readers[0].target not in _BEGUN_BY:
         return None
     (then,) = readers
+    way, goes_on = (half.ways.get(n.meta.get(BACK, "")) for n in (node, then))
     is_all = {*_results(node), *steps}.issuperset(then.all_input_nodes)
-    return then if is_all and (_next_step(then) or not _uses_of(then)[1]) else None
+    if way is None or way != goes_on or not is_all:
+        return None
+    return then if _next_step(half, then) or not _uses_of(then, is_further=True)[1] else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -432,28 +440,28 @@ class _UnderWay:
     then: fx.Node | None  # the step over the next axis
 
     @staticmethod
-    def of(graph: fx.Graph, node: fx.Node) -> _UnderWay:
+    def of(half: Half, node: fx.Node, is_further: bool = False) -> _UnderWay:
         """Begin a step of a reduction where it stands."""
         is_bucket, results = isinstance(node.args[0], (list, tuple)), _results(node)
-        steps, readers = _uses_of(node)
-        then = _next_step(node)
-        begun = _begin_reduction(graph, _BEGUN_BY[node.target], node, results if is_bucket else None)
+        steps, readers = _uses_of(node, is_further)
+        then = _next_step(half, node)
+        begun = _begin_reduction(half.graph, _BEGUN_BY[node.target], node, results if is_bucket else None)
         if is_bucket:
             for r in results:  # they read what has begun, until it is finished
                 r.replace_input_with(node, begun)
-            graph.erase_node(node)
+            half.graph.erase_node(node)
         return _UnderWay(begun, results, steps, readers if then is None else [], then)
 
-    def go_on(self, graph: fx.Graph, place: fx.Node) -> list[_UnderWay]:
+    def go_on(self, half: Half, place: fx.Node) -> list[_UnderWay]:
         """Finish before `place`, or before the first reader, with the steps that follow; begin what is next there."""
         place = min([place, *self.readers])
         for node in self.steps:
             place.prepend(node)
-        _finish_before(graph, self.begun, self.results, min([place, *self.steps]))
+        _finish_before(half.graph, self.begun, self.results, min([place, *self.steps]))
         if self.then is None:
             return []
         place.prepend(self.then)
-        return [_UnderWay.of(graph, self.then)]
+        return [_UnderWay.of(half, self.then, is_further=True)]
 
 
 def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.Node] | None) -> fx.Node:

@@ -90,6 +90,24 @@ def steps_to(node):
     return found[::-1]
 
 
+def steps_of_gradients(lowered):
+    """The steps that lead to the gradient of each parameter that has one."""
+    halves, inputs = lowered.joint, len(lowered.program.inputs)
+    results = zip(halves.gradients, halves.backward.output_node().args[0], strict=True)
+    return {lowered.program.parameters[i - inputs]: steps_to(node) for i, node in results if i >= inputs and node}
+
+
+def test_a_sum_over_two_axes_goes_on_to_its_end():
+    model, batch, how = models((2, 2))
+    request = Request(mesh=(2, 2), cluster=eager_links(), parallel="dp", precision="bf16", memory_budget="inf", **how)
+    graph = request.trace(model, batch)
+    found = steps_of_gradients(lower(graph, plan_of(graph, request), (0, 0)))
+    assert {tuple(kind for kind, _, _ in steps) for steps in found.values()} == {
+        ("reduce_scatter", "all_reduce", "all_gather")
+    }
+    assert all(begins for steps in found.values() for _, _, begins in steps)
+
+
 @pytest.mark.parametrize("parallel", PRESETS, ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_what_is_priced_beside_compute_begins_ahead(mesh, parallel, monkeypatch):
@@ -108,11 +126,8 @@ def test_what_is_priced_beside_compute_begins_ahead(mesh, parallel, monkeypatch)
             edge = space.edges[k]
             if table[edge.place(picked)] > 0:
                 beside[window.way].add((space.sites[edge.source].name, space.sites[edge.target].name))
-    program, halves = lowered.program, lowered.joint
-    inputs = len(program.inputs)
-    names = {name: f"primals_{inputs + i + 1}" for i, name in enumerate(program.parameters)}
-    results = dict(zip(halves.gradients, halves.backward.output_node().args[0], strict=True))
-    gradients = {name: results.get(inputs + i) for i, name in enumerate(program.parameters)}
+    program, gradients = lowered.program, steps_of_gradients(lowered)
+    names = {name: f"primals_{len(program.inputs) + i + 1}" for i, name in enumerate(program.parameters)}
     moved = seen = 0
     for c in plan.conversions:
         if c.source not in names:
@@ -121,11 +136,11 @@ def test_what_is_priced_beside_compute_begins_ahead(mesh, parallel, monkeypatch)
         back = [(s.kind, plan.mesh.axes[s.axis]) for s in c.backward if s.kind not in LOCAL]
         back = list(itertools.dropwhile(lambda step: step[0] not in REDUCTIONS, back))  # what comes before is in line
         if (c.source, c.target) in beside["forward"] and ahead:
-            emitted = steps_from(halves.forward, names[c.source])
+            emitted = steps_from(lowered.joint.forward, names[c.source])
             assert emitted == [(*step, True) for step in ahead], (c.source, emitted, ahead)
             moved += len(ahead)
-        if (c.source, c.target) in beside["backward"] and back and gradients[c.source] is not None:
-            emitted = steps_to(gradients[c.source])
+        if (c.source, c.target) in beside["backward"] and back and c.source in gradients:
+            emitted = gradients[c.source]
             assert emitted[-len(back) :] == [(*step, True) for step in back], (c.source, emitted, back)
             seen += len(back)
     assert seen and (moved or parallel in (None, "dp"))
