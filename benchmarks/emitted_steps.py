@@ -33,7 +33,7 @@ CASES = ("zero3@64", "zero3@8x8", "zero2@8x8", "dp@8x8", "free@8x8", "free@4x2x8
 BAR = 0.02  # of a step: the most by which it may take longer than its plan says
 KINDS = {step: kind.removesuffix("_bucket") for kind, step in STEPS.items()}
 MESSAGES = {**KINDS, **{begin: kind for kind, begin in BEGIN.items()}}
-LAYERS, ROWS, LENGTH = 8, 64, 4096
+LAYERS, ROWS, LENGTH = 32, 64, 4096
 
 
 def case(preset: str, mesh: tuple[int, ...]) -> tuple[Graph, Plan]:
@@ -52,7 +52,8 @@ def case(preset: str, mesh: tuple[int, ...]) -> tuple[Graph, Plan]:
     with torch.device("meta"):
         model, ids = transformers.LlamaForCausalLM(config), torch.zeros(ROWS, LENGTH, dtype=torch.long)
     parallel, cluster = None if preset == "free" else preset, f"h100-8x{max(1, math.prod(mesh) // 8)}"
-    request = Request(mesh=mesh, cluster=cluster, precision="bf16", parallel=parallel)
+    how = {"precision": "bf16", "memory_budget": "inf"}
+    request = Request(mesh=mesh, cluster=cluster, parallel=parallel, **how)
     graph = request.trace(model, {"input_ids": ids, "labels": ids.clone()})
     plan = plan_of(graph, request)
     return Request.of(plan).as_planned(graph, plan), plan

@@ -252,7 +252,10 @@ def _auto(task: Task, without: Without) -> Findings:
     if needs > task.budget * _MET:
         return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.lowest(), needs=needs)
     if not within.is_near_rival and not within.comes_near() and within.best is None:
-        return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.lowest(), needs=needs)
+        smallest = joint.lowest()  # which may fit where no fast sharding comes near
+        if smallest.peak > task.budget:
+            return Findings(None, joint.bound(task.budget), joint.free, lowest=smallest, needs=needs)
+        within.best = smallest
     if not within.is_near_rival and math.isfinite(task.counted.rival):
         within.look_for_prices(_FOR_BOUND)
         return Findings(within.best, joint.bound(task.budget), joint.free)

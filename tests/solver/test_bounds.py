@@ -143,8 +143,11 @@ def test_where_blocks_are_small_the_free_plan_has_windows_of_blocks(monkeypatch)
     assert any("zero3" in line for line in faster(draw))  # nothing hides in one window
 
 
+SMALL_ALONE = 282  # a seed under whose budget no fast sharding comes near, and the smallest fits
+
+
 def test_no_preset_is_faster_than_the_free_plan_or_its_bound():
-    assert not [line for seed in range(BY_DAY) for line in faster(drawn(seed))]
+    assert not [line for seed in (*range(BY_DAY), SMALL_ALONE) for line in faster(drawn(seed))]
 
 
 @pytest.mark.nightly
