@@ -71,7 +71,8 @@ class Half:
     recomputed: Recomputed = NOTHING  # what backward makes again, and where that is wanted
     outputs: int | None = None  # of forward, how many of its results leave the step; the others are saved
     regrouped: frozenset[str] = frozenset()  # views that change whole shapes, even where shapes of parts stay
-    ways: Mapping[str, str] = field(default_factory=dict)  # conversions, casts and views of a parameter alone: of which
+    # the parameter from which each conversion, cast and view leads that reads nothing else
+    ways: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def leaving(self) -> list[fx.Node]:
@@ -250,7 +251,8 @@ def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, list[tuple
     reads: dict[str, Read] = {}
 
     def note(name: str, read: Read, reader: fx.Node) -> None:
-        first[name], reads[name] = min(reader, first.get(name, reader)), read
+        first[name] = min(reader, first.get(name, reader))
+        reads[name] = read
 
     for node, parameter in made.items():
         for user in node.users:
@@ -279,8 +281,8 @@ def _chains(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, int,
 
     Those that the plan recomputes are left out: they stay one by one, where they are wanted.
     """
-    number: dict[fx.Node, int] = {}
-    count: dict[fx.Node, int] = {}
+    number: dict[fx.Node, int] = {}  # of a step in its chain
+    count: dict[fx.Node, int] = {}  # of steps in its chain
     for node in made:
         if node.target in _MOVES and not node.meta.get(RECOMPUTED):
             before = [n for n in _before(node, made) if n.target in STEPS.values() and n.target not in _LOCAL]

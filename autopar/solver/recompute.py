@@ -75,7 +75,7 @@ class Within:
     best: Point | None = None
     lined: Lined | None = None  # of the best
     tried: dict[tuple[int, ...], Lined] = field(default_factory=dict)  # shardings by their choices
-    refined: Lined | None = None  # the last one that was
+    refined: Lined | None = None  # the sharding that was refined last
 
     @property
     def gap(self) -> float:
@@ -119,7 +119,8 @@ class Within:
         assert lined is not None
         if self.gap <= self.joint.task.gap or (self.best is None and lined is self.refined):
             return
-        self.refined, plan = lined, lined.polished(self.budget)
+        self.refined = lined
+        plan = lined.polished(self.budget)
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
             self.best, self.lined = plan, lined
 

@@ -97,6 +97,7 @@ class _Spread:
     wide: tuple[int, ...]
 
     def of(self, table: np.ndarray) -> np.ndarray:
+        """The table laid out so."""
         table = np.moveaxis(table, self.first, 0)
         for axis, rows in self.takes:
             table = np.take(table, rows, axis=axis)
@@ -115,6 +116,7 @@ class _Shape:
 
     @staticmethod
     def of(v: int, finite: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]) -> _Shape:
+        """The shape for a variable with these `finite` choices, its factors, and its neighbours."""
         joint, views = _joint_classes(v, factors, scope)
         shape = tuple(int(classes.max()) + 1 for classes in joint)
         own = [m[finite] for f in factors for u, m in f.axes() if u == v]

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import operator
 
 import pytest
 import torch
 
 from autopar.codegen import joint, joint_passes, lower
-from autopar.codegen.buffers import hands_on
 from autopar.request import Request
-from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
+from autopar.runtime.collectives import BEGIN
 from autopar.search import plan_of
 from autopar.sharding.convert import REDUCTIONS
 from autopar.sharding.costs import LOCAL
 from autopar.space import presets
 from autopar.space.windows import BLOCK
+from benchmarks.emitted_steps import MESSAGES, messages_from, messages_to
 from tests import language
 from tests.models import MLP, eager_links, on_meta
 
 MESHES = ((4,), (2, 2), (4, 2), (2, 2, 2))
 PRESETS = (None, "zero3", "zero2", "dp", "hsdp")
-KINDS = {f: kind for kind, f in STEPS.items()}
-BEGUN = {f: kind for kind, f in BEGIN.items()}
 
 
 def models(mesh):
@@ -35,59 +32,20 @@ def models(mesh):
     return on_meta(lambda: MLP(64, 4)), {"x": x, "y": x}, {}
 
 
-def moved_on(node, messages, found):
-    """Steps that follow a value, as (kind, axis, whether it begins ahead); `messages` has its place in each."""
-    for user in node.users:
-        if user.target in PACK.values() or KINDS.get(user.target, "").endswith("_bucket"):
-            places = [i for i, x in enumerate(user.args[0]) if x is node]
-            messages.setdefault(user, places[0])
-        elif user.target in BEGUN or user.target is finish:
-            messages[user] = messages[node]
-        elif user.target is operator.getitem and node in messages:
-            if user.args[1] != messages[node]:
-                continue
-        elif not hands_on(user):
-            continue
-        kind = BEGUN.get(user.target) or KINDS.get(user.target, "").removesuffix("_bucket")
-        if kind and kind not in LOCAL:
-            found.append((kind, user.args[1], user.target in BEGUN))
-        moved_on(user, messages, found)
-        return found
-    return found
+def step_of(message):
+    """A message as (kind, axis, whether it begins ahead)."""
+    return MESSAGES[message.target], message.args[1], message.target in BEGIN.values()
 
 
 def steps_from(graph, name):
     """The steps from the placeholder of a parameter."""
     (node,) = [n for n in graph.nodes if n.name == name]
-    return moved_on(node, {}, [])
+    return [step_of(message) for message in messages_from(node, {})]
 
 
 def steps_to(node):
     """The steps that lead to a gradient, the first one first."""
-    found, at = [], None
-    while node.op == "call_function":
-        if node.target is operator.getitem and node.args[0].target in (finish, *KINDS):
-            at, node = node.args[1], node.args[0]
-            if node.target is finish:
-                continue
-        if node.target is finish:
-            node = node.args[0]
-            continue
-        if node.target in BEGUN:
-            found.append((BEGUN[node.target], node.args[1], True))
-            node = node.args[0].args[0][at]
-            continue
-        kind = KINDS.get(node.target, "")
-        if kind.endswith("_bucket"):
-            found.append((kind.removesuffix("_bucket"), node.args[1], False))
-            node = node.args[0][at]
-            continue
-        if not hands_on(node):
-            break
-        if kind and kind not in LOCAL:
-            found.append((kind, node.args[1], False))
-        node = node.all_input_nodes[0]
-    return found[::-1]
+    return [step_of(message) for message in messages_to(node)][::-1]
 
 
 def steps_of_gradients(lowered):
