@@ -35,6 +35,7 @@ _NEAR = 1e-3  # of a smallest peak and its bound: no more is looked for
 _ABSURD = 2  # times the seconds of the slowest plan: a bound that no plan will have
 _ASKED = 3  # how often it is looked whether there is any
 _WORTH, _LITTLE = 1e-6, 0.03  # of a bound, and of a gap: what is not worth a round
+_DEARER = (2.0, 10.0)  # times their seconds, where plans with fewer conversions are looked for
 _TINY, _ROUNDING = 1e-30, 1e-12
 _PIVOTS = 10_000  # of a linear program of prices, which has a row a plan
 
@@ -110,12 +111,29 @@ class Budgeted:
         found = minimise(self.priced(prices.of_bytes, exposed=prices.exposed), is_rough=self.is_large)
         return self.point(found.picked)
 
+    def with_fewer_conversions(self, prices: Prices) -> list[Point]:
+        """The plans of least priced cost if converting what ops made were dearer, by one factor and another.
+
+        They convert less, as data parallelism does. Where elimination has to split variables its plan is not the best
+        at its prices, and one of these is often better.
+        """
+        points = list[Point]()
+        for times in _DEARER:
+            problem = self.priced(prices.of_bytes, exposed=prices.exposed, converted=times)
+            points.append(self.point(minimise(problem, tries=1, is_rough=self.is_large).picked))
+        return [p for p in points if math.isfinite(p.seconds)]
+
     def priced(
-        self, prices: Mapping[int, float], of_time: float = 1.0, exposed: Sequence[float] | None = None
+        self,
+        prices: Mapping[int, float],
+        of_time: float = 1.0,
+        exposed: Sequence[float] | None = None,
+        converted: float = 1.0,
     ) -> Problem:
         """Seconds (times `of_time`) and priced bytes as tables to be minimised.
 
         `exposed` has, for each kind of window, the share that counts as exposed; without it all communication does.
+        Conversions of what ops make count `converted` times.
         """
         once = Once()
 
@@ -137,6 +155,9 @@ class Budgeted:
                 on_sites.setdefault(i, []).append((price, held))
             for k, held in held_by_edges.items():
                 on_edges.setdefault(k, []).append((price, held))
+        for k, e in enumerate(self.space.edges) if converted > 1 else ():
+            if e.ahead is None:
+                on_edges.setdefault(k, []).append((converted - 1, e.seconds))
         costs = [priced(s.seconds, on_sites.get(i, [])) for i, s in enumerate(self.space.sites)]
         tables = [priced(e.seconds, on_edges.get(k, [])) for k, e in enumerate(self.space.edges)]
         factors = [
@@ -244,6 +265,18 @@ class Budgeted:
         assert self._smallest is not None
         best = min(points, key=lambda p: (p.peak, p.seconds))
         return best, min(self._smallest[1], best.peak)
+
+    def smallest_within(self, budget: float, like: Point) -> Point | None:
+        """The smallest plan, if it is within a budget; None, without a search, where it is proven that none is.
+
+        The proofs that are tried are of the times at which the plan `like` is full: of each, and of all together.
+        """
+        times = self._peaks(like)
+        for proof in ([*({t: 1.0} for t in times), dict.fromkeys(times, 1.0)]) if self._smallest is None else ():
+            if self.none_within(budget, proof):
+                return None
+        best, _ = self.smallest()
+        return best if best.peak <= budget else None
 
     def small(self) -> list[Point]:
         """The plans that are met on the way to the lowest peak, the same under any budget."""

@@ -31,7 +31,7 @@ _FOR_BOUND = 4  # rounds more where none of its plans comes near that plan
 FAR = 1.25  # of a budget: no search has come to fit where the smallest plan that is met first holds more
 _LITTLE = 0.05  # of what is open: a bound that can rise by less is left as it is
 _IN_VAIN = 5  # rounds that lead nowhere, after which it is left too
-_OPEN = 0.05  # a gap, beside that of the free plan, from which on shardings without recompute are looked at too
+_OPEN, _SMALL_OPEN = 0.05, 0.02  # gaps beside the free plan's, from which on plans without recompute are looked at
 _KNOWN = 3  # shardings of budgets before that are looked at first
 _MIXED, _AGAIN = 8, 6  # shardings whose choices are mixed, and how often
 
@@ -90,8 +90,9 @@ class Within:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the gap is so large that shardings without recompute are worth a search."""
-        return self.gap > max(self.joint.task.gap, _OPEN + self.joint.own_gap)
+        """Whether the gap is worth a search for shardings without recompute, which takes little in a small space."""
+        is_open = _OPEN if self.joint.task.counted.is_large else _SMALL_OPEN
+        return self.gap > max(self.joint.task.gap, is_open + self.joint.own_gap)
 
     def run(self) -> None:
         """Search for the best plan and raise the bound; to be called after `look_at_known`."""
@@ -274,9 +275,11 @@ def _auto(task: Task, without: Without) -> Findings:
         found = replace(found, stopped=(*joint.stopped, *found.stopped))
     if found.best is not None:
         return found
-    small = (joint.met_lowest, joint.lowest, lambda: task.counted.smallest()[0])
-    fits = next((point for p in small if (point := p()).peak <= task.budget), None)
-    return replace(found, lowest=joint.lowest(), needs=needs) if fits is None else replace(found, best=fits)
+    for search in (joint.met_lowest, joint.lowest):
+        if (smallest := search()).peak <= task.budget:
+            return replace(found, best=smallest)
+    fits = task.counted.smallest_within(task.budget, joint.first.point)
+    return replace(found, lowest=smallest, needs=needs) if fits is None else replace(found, best=fits)
 
 
 def lowest(task: Task) -> Point:

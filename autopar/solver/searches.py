@@ -2,6 +2,7 @@
 
     exact search       by elimination, where no window couples choices
     prices             of bytes and of exposed communication, which give a bound and plans
+    fewer conversions  plans such as data parallelism, where prices leave something open
     agreements         of variables that had to be split, in more ways, where plan and bound are far apart
     between plans      layers that do the same, and plans that are spliced, out of those that prices led to
     smaller budgets    whose plans fit too
@@ -122,6 +123,19 @@ class PriceSearch:
         return replace(found, best=outcome.best, bound=max(found.bound, outcome.bound), outcome=outcome)
 
 
+class FewerConversions:
+    """Plans with fewer conversions at the prices of the bound, where these leave something open."""
+
+    def accepts(self, task: Task, found: Findings) -> bool:
+        return found.outcome is not None and task.has_time and found.is_open(max(task.gap, _NEARLY))
+
+    def look(self, task: Task, found: Findings) -> Findings:
+        assert found.outcome is not None
+        for point in task.counted.with_fewer_conversions(found.outcome.prices):
+            found = _with(found, point, task.budget)
+        return found
+
+
 class Agreements:
     """A better plan at the prices of the bound: variables that were split there are made one in more ways."""
 
@@ -131,15 +145,7 @@ class Agreements:
     def look(self, task: Task, found: Findings) -> Findings:
         assert found.outcome is not None
         point = task.counted.closest(found.outcome.prices)
-        if not math.isfinite(point.seconds):
-            return found
-        outcome = replace(found.outcome, points=[*found.outcome.points, point])
-        fits = point.peak <= task.budget and (found.best is None or point.seconds < found.best.seconds)
-        return (
-            replace(found, best=point, outcome=replace(outcome, best=point))
-            if fits
-            else replace(found, outcome=outcome)
-        )
+        return _with(found, point, task.budget) if math.isfinite(point.seconds) else found
 
 
 class BetweenPlans:
@@ -238,12 +244,22 @@ class SmallestPlan:
 SEARCHES: tuple[Search, ...] = (
     ExactSearch(),
     PriceSearch(),
+    FewerConversions(),
     Agreements(),
     BetweenPlans(),
     SmallerBudgets(),
     WholeProgram(),
     SmallestPlan(),
 )
+
+
+def _with(found: Findings, point: Point, budget: float) -> Findings:
+    """The findings with one more plan, which is the best where it is the fastest that fits."""
+    assert found.outcome is not None
+    outcome = replace(found.outcome, points=[*found.outcome.points, point])
+    if point.peak > budget or (found.best is not None and point.seconds >= found.best.seconds):
+        return replace(found, outcome=outcome)
+    return replace(found, best=point, outcome=replace(outcome, best=point))
 
 
 def problem_of(space: Space) -> Problem:

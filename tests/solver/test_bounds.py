@@ -143,11 +143,13 @@ def test_where_blocks_are_small_the_free_plan_has_windows_of_blocks(monkeypatch)
     assert any("zero3" in line for line in faster(draw))  # nothing hides in one window
 
 
-SMALL_ALONE = 282  # a seed under whose budget no fast sharding comes near, and the smallest fits
+# seeds under which the search once missed a preset: no fast sharding comes near the budget, and the smallest fits;
+# elimination splits variables, and zero3 converts less; a plan that recomputes stands beside one that need not
+ONCE_MISSED = (282, 221, 71)
 
 
 def test_no_preset_is_faster_than_the_free_plan_or_its_bound():
-    assert not [line for seed in (*range(BY_DAY), SMALL_ALONE) for line in faster(drawn(seed))]
+    assert not [line for seed in (*range(BY_DAY), *ONCE_MISSED) for line in faster(drawn(seed))]
 
 
 @pytest.mark.nightly
