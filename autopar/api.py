@@ -199,7 +199,9 @@ def autoparallelize(
         return other.trace(model, meta_inputs)
 
     asked = once_all_have(read)
-    request, graph, device = asked.request, asked.graph, asked.device
+    request = asked.request
+    graph = asked.graph
+    device = asked.device
     chosen = plan if plan is not None else from_rank_0(lambda: _planned(request, graph, started, traced))
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
@@ -216,10 +218,10 @@ def autoparallelize(
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
     _let_search_go(chosen)
 
-    call, source = Call(*as_call(meta_inputs)), Source(sync, init, weights)
-    return parallelise(
-        model, call, lowered, mesh, _Replan(request, rows_of_batch(asked.graph)), source, how, asked.reads
-    )
+    call = Call(*as_call(meta_inputs))
+    source = Source(sync, init, weights)
+    replan = _Replan(request, rows_of_batch(asked.graph))
+    return parallelise(model, call, lowered, mesh, replan, source, how, asked.reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +270,7 @@ def _read(
     )
     _refuse_parallel(model)
     if plan is not None and not isinstance(plan, Plan):
-        raise BadPlan(f"plan={plan!r} is no Plan", advice='autopar.Plan.load("plan.json")')
+        raise BadPlan(f"plan={plan!r} is not a Plan", advice='autopar.Plan.load("plan.json")')
     backend = backend_name(own["compile"], _backends)
     check_timeout(timeout_s)
     _refuse_planning(plan, planning)
@@ -357,7 +359,7 @@ def _refuse_unknown_outputs(outputs: str | Sequence[str], graph: Graph) -> None:
     missing = [] if isinstance(outputs, str) else [n for n in outputs if n not in graph.output_names]
     if missing:
         raise NotServed(
-            f"outputs={outputs!r}: there is no output {missing[0]!r}",
+            f"outputs={outputs!r}: the model has no output {missing[0]!r}",
             seen=f"outputs: {', '.join(graph.output_names)}",
             advice='outputs=("logits",)',
         )

@@ -17,7 +17,7 @@ from autopar.sharding.costs import OPTIMIZERS
 from autopar.tracer import Assume
 from autopar.tracer.precision import DTYPES, Precision
 
-RESERVE = 0.1  # of a device's memory, for what no plan counts: the allocator's gaps, the libraries
+RESERVE = 0.1  # share of a device's memory that plans leave free: the allocator's gaps, the libraries
 _UNITS = {
     "": 1,
     "B": 1,
@@ -25,9 +25,9 @@ _UNITS = {
     **{f"{u}B": 10 ** (3 * (i + 1)) for i, u in enumerate("KMGT")},
 }
 _MOST_BYTES = 2**62
-_MOST_OPTIMIZER_BYTES = 1e6  # of its states for each parameter
+_MOST_OPTIMIZER_BYTES = 1e6  # most bytes of states for each parameter
 _STATE_BYTES = {"Adagrad": 4, "Adadelta": 8, "Adamax": 8, "NAdam": 8, "RAdam": 8, "Rprop": 8, "ASGD": 4, "Muon": 4}
-_LEAST_BYTES = 1024  # of a budget: less is a number of GiB
+_LEAST_BYTES = 1024  # A smaller budget was meant as GiB.
 
 
 def refuse_unserved(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
@@ -55,14 +55,14 @@ def kernels_of(given: Any) -> bool | tuple[str, ...]:
 
 def check_gap(gap: Any) -> None:
     if not isinstance(gap, (int, float)) or not 0 <= gap < 1:
-        raise NotServed(f"gap={gap!r} is no share of the step time", advice="gap=0.01")
+        raise NotServed(f"gap={gap!r} is not a share of the step time", advice="gap=0.01")
 
 
 def check_recompute(policy: Any, known: Collection[str]) -> None:
     """Raise a letter unless the policy is "auto", one that is known by name, or a function."""
     if not callable(policy) and not (isinstance(policy, str) and policy in ("auto", *known)):
         raise NotServed(
-            f"recompute={policy!r} is no policy",
+            f"recompute={policy!r} is not a policy",
             seen=among(("auto", *known), policy),
             advice="one of these, or a function of a line and a budget that returns names of its runs",
         )
@@ -134,7 +134,7 @@ def check_accumulation(accumulation: Any) -> None:
     is_whole = isinstance(accumulation, int) and not isinstance(accumulation, bool)
     if not is_whole or not 1 <= accumulation < 2**20:
         raise NotServed(
-            f"accumulation={accumulation!r} is no number of micro-batches",
+            f"accumulation={accumulation!r} is not a number of micro-batches",
             advice="accumulation=4; meta_inputs are one micro-batch",
         )
 
@@ -144,7 +144,7 @@ def check_number(name: str, given: Any) -> None:
     is_whole = isinstance(given, int) and not isinstance(given, bool)
     if given != "auto" and not (is_whole and 1 <= given < 2**20):
         raise NotServed(
-            f"{name}={given!r} is no number of parts",
+            f"{name}={given!r} is not a number of parts",
             advice=f'{name}=4, a divisor of the rows; or "auto", as many as the budget asks for',
         )
 
@@ -152,7 +152,7 @@ def check_number(name: str, given: Any) -> None:
 def check_time_limit(time_limit: Any) -> None:
     if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
         raise NotServed(
-            f"time_limit={time_limit!r} is no number of seconds",
+            f"time_limit={time_limit!r} is not a number of seconds",
             advice="time_limit=10.0; without one the same inputs give the same plan",
         )
 
@@ -162,11 +162,11 @@ def precision_of(given: Any) -> Precision | None:
     if given is None or isinstance(given, Precision):
         return given
     name = str(given).removeprefix("torch.").lower()
-    if name == "no":  # as the model is stored
+    if name == "no":  # The model keeps its dtypes.
         return None
     if name not in DTYPES:
         raise NotServed(
-            f"precision={given!r} is no Precision",
+            f"precision={given!r} is not a Precision",
             seen=among(DTYPES, given),
             advice='autopar.Precision(param="bfloat16", reduce="float32"), or "bf16" for that',
         )
@@ -176,13 +176,13 @@ def precision_of(given: Any) -> Precision | None:
 def check_pad_to(pad_to: Any) -> None:
     if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1):
         raise NotServed(
-            f"pad_to={pad_to!r} is no length", advice="pad_to=64: sequences are padded to the next multiple of it"
+            f"pad_to={pad_to!r} is not a length", advice="pad_to=64: sequences are padded to the next multiple of it"
         )
 
 
 def check_timeout(timeout_s: Any) -> None:
     if not _is_number(timeout_s) or not 0 < timeout_s < 1e7:
-        raise NotServed(f"timeout_s={timeout_s!r} is no number of seconds", advice="timeout_s=600.0")
+        raise NotServed(f"timeout_s={timeout_s!r} is not a number of seconds", advice="timeout_s=600.0")
 
 
 def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None:
@@ -192,7 +192,7 @@ def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None
     backend = "inductor" if compile is True else compile
     if not isinstance(backend, str) or backend not in known():
         raise NotServed(
-            f"compile={compile!r} is no backend of torch.compile", seen=", ".join(known()), advice="compile=True"
+            f"compile={compile!r} is not a backend of torch.compile", seen=", ".join(known()), advice="compile=True"
         )
     return backend
 
@@ -212,7 +212,7 @@ def budget_of(given: Any, cluster: Cluster) -> float:
     is_absurd = is_number and _MOST_BYTES <= number < math.inf  # an int might not be a float
     if not is_number or is_absurd or not float(number) >= 1:
         raise BadBudget(
-            f"memory_budget={given!r} is no number of bytes",
+            f"memory_budget={given!r} is not a number of bytes",
             advice='bytes, or text such as "16GiB"; float("inf") for no limit',
         )
     if isinstance(number, float) and number < _LEAST_BYTES:

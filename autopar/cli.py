@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="autopar: %(message)s", stream=sys.stderr)
         logging.getLogger("autopar").setLevel(logging.WARNING if asked.quiet else logging.INFO)
         warnings.filterwarnings("ignore", module="(pulp|transformers|torch).*")
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of this process and of ranks that it starts
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Ranks that are started inherit it.
         command = getattr(importlib.import_module(f"autopar.commands.{_HOME[asked.command]}"), asked.command)
         return int(command(asked))
     except Letter as e:
@@ -76,13 +76,13 @@ def _check(asked: argparse.Namespace) -> None:
         raise NotServed(f"--budgets {asked.budgets} is of the page about a plan", advice="--report plan.html beside it")
     ranks = getattr(asked, "ranks", None)
     if ranks is not None and ranks < 1:
-        raise BadSharding(f"--ranks {ranks} is no number of ranks")
+        raise BadSharding(f"--ranks {ranks} is not a number of ranks")
     for name in ("out", "report"):
         path = getattr(asked, name, "")
         if path and os.path.realpath(path) == os.path.realpath(getattr(asked, "plan", "")):
             raise BadCluster(f"{path} is the plan itself, and would be written over", advice="-o, with another name")
         if path and not os.path.isdir(os.path.dirname(path) or "."):
-            raise BadCluster(f"there is no folder for {path}")
+            raise BadCluster(f"the folder of {path} does not exist")
 
 
 # -- what each command takes

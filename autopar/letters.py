@@ -126,7 +126,10 @@ class Infeasible(Letter):
         stands: float = 0.0,
     ) -> None:
         super().__init__(what, at=at, seen=seen, advice=advice)
-        self.needs, self.smallest, self.fullest, self.stands = needs, smallest, fullest, stands
+        self.needs = needs
+        self.smallest = smallest
+        self.fullest = fullest
+        self.stands = stands
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class Needs:
         computed = getattr(torch, request.precision.param).itemsize if request.precision is not None else None
         blocks: dict[str, int] = {}
         for name, node in graph.parameters.items():
-            place, type_ = innermost_block(name) or name, type_of(node)
+            place = innermost_block(name) or name
+            type_ = type_of(node)
             nbytes = type_.nbytes if computed is None else type_.nbytes // type_.itemsize * computed
             blocks[place] = blocks.get(place, 0) + nbytes
         states = bytes_that_stand(graph, request.optimizer)
@@ -86,7 +87,7 @@ def with_remedies(letter: Infeasible, request: Request, graph: Graph, traced: Ca
     if not letter.smallest:
         return letter  # no budget was in the way
     if letter.is_of_states and (request.parallel is not None or request.constraints):
-        return letter  # what is asked for keeps parameters whole, on however many devices
+        return letter  # The request keeps parameters whole on any number of devices.
     found = [*_ruled_out(letter, request), *_devices(request, graph, traced)]
     return letter.but(advice="; ".join([letter.advice, *found]))
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from autopar.kernels import adamw
 from autopar.letters import NotServed
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch names them in checkpoints
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names in checkpoints
 _MASTER = "master"
-_SMALL = 1e-6  # beside a norm that is divided by, as in torch's clip_grad_norm_
+_SMALL = 1e-6  # added to a norm before dividing by it, as in torch's clip_grad_norm_
 
 
 class AdamW(torch.optim.Optimizer):
@@ -106,7 +106,7 @@ class AdamW(torch.optim.Optimizer):
 
         Where a master copy is missing, as in torch's checkpoints, the next step makes it from the parameter.
         """
-        super().load_state_dict(state_dict)  # of a parameter of sixteen bits it rounds them
+        super().load_state_dict(state_dict)  # It rounds the states of sixteen-bit parameters.
         places = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for i, parameter in zip(places, parameters, strict=True):

@@ -60,13 +60,15 @@ class Request:
     strict: bool = False
     accumulation: int = 1
     microbatches: int | str = "auto"
-    chunks: int | str = "auto"  # in which the loss head runs
+    chunks: int | str = "auto"  # number of chunks in which the loss head runs
     compile: bool = False  # does torch.compile make the code?
     kernels: Any = True  # read: families, or whether those measured to be faster
     solver: str = "cbc"
     time_limit: float | None = None
     gap: float = 0.0
-    outputs: str | Sequence[str] = "auto"  # how what is no loss leaves, or the names of what gradients arrive at
+    outputs: str | Sequence[str] = (
+        "auto"  # how outputs other than the loss leave, or the names of those that get gradients
+    )
     hardware: Cluster = field(init=False)
     budget: float = field(init=False)  # bytes; infinite where there is none
 
@@ -99,7 +101,7 @@ class Request:
         cluster: str | None = plan.cluster.partition(" ")[0]
         try:
             Cluster.of(cluster)
-        except BadCluster:  # from a file that is elsewhere
+        except BadCluster:  # The file that it was read from is elsewhere.
             cluster = None
         return Request(
             mesh=plan.mesh,

@@ -51,4 +51,4 @@ def body_of(node: fx.Node) -> fx.Graph:
     with TRACING, clean_room(), backend.as_ops(), FakeTensorMode():
         values = [n.meta["val"] for n in places]
         fake = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values]
-        return make_fx(torch.func.functionalize(run, remove="mutations"))(*fake).graph  # as values alone
+        return make_fx(torch.func.functionalize(run, remove="mutations"))(*fake).graph  # Mutations become new values.

@@ -17,9 +17,9 @@ class TypedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shapes: tuple[tuple[int, ...], ...]
-    axes: frozenset[str]  # all of the mesh
-    wholes: Wholes | None = None  # of a view that may be read in several ways
-    cuts_constants: bool = False  # as `Interface` says
+    axes: frozenset[str]  # all axes of the mesh
+    wholes: Wholes | None = None  # given for a view that may be read in several ways
+    cuts_constants: bool = False  # see `Interface.cuts_constants`
 
     @property
     def types(self) -> list[Type]:

@@ -17,7 +17,8 @@ def elementwise(call: TypedCall, linear: str = "") -> Type:
     Dims that meet must lie alike, and a partial sum needs an op that is linear in it. `linear` is "" (in no operand),
     "first", "all" (in all operands at once) or "one" (a product: in any one of them).
     """
-    types, shape = call.types, call.shapes[0]
+    types = call.types
+    shape = call.shapes[0]
     lost = frozenset(a for t in types for a in t.open)
     if any(t.is_start for t in types):
         rest = [t for t in types if not t.is_start]
@@ -45,7 +46,7 @@ def met(types: Sequence[Type], place: int, rank: int, n: int, lost: frozenset[st
         if size(dim) == 1 and n != 1:
             if axes_of([dim]):
                 raise Refused(f"along dim {place} one operand lies as {said_of(dim)}, and another has {n}", "as many")
-            continue  # it is repeated along this dim
+            continue  # The row is repeated along this dim.
         if found is None or not found or (is_free(found) and dim):
             found = dim
         elif not dim:
@@ -128,7 +129,7 @@ def _cast(call: TypedCall) -> Type:
 
 
 def _of_losses(linear: str, reduction: int) -> Rule:
-    """A rule for losses of which none is added to another; `reduction` is the place of the argument that says so."""
+    """A rule for losses that are not reduced; `reduction` is the index of the argument that says so."""
     return lambda call: elementwise(call, linear) if call.at(reduction, 1) == 0 else unknown(call)
 
 
@@ -137,7 +138,7 @@ for _name, _operands in {
 }.items():  # fmt: skip
     rule(f"{_name}.default")(_of_losses("", _operands))
     rule(f"{_name}_backward.default")(_of_losses("first", _operands + 1))
-rule("binary_cross_entropy_with_logits.default")(_of_losses("", 4))  # its backward is of other ops
+rule("binary_cross_entropy_with_logits.default")(_of_losses("", 4))  # The backward is made of other ops.
 
 
 def _added(linear: str) -> Rule:

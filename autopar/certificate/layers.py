@@ -24,7 +24,7 @@ def _layer_norm(call: TypedCall) -> list[Type]:
     for t in types_in([weight, bias]):
         if axes_of(t.dims) or t.most - lost:
             raise Refused(f"the scale of a norm lies as {t}", "it has to be whole")
-    pending = summed(list(types_in([weight, bias])), "all", lost)  # it is linear in both together
+    pending = summed(list(types_in([weight, bias])), "all", lost)  # The result is linear in both together.
     kept = len(x.dims) - len(shape)
     statistic = Type((*x.dims[:kept], *[()] * len(shape)), open=lost)
     return [Type(x.dims, sums=pending).opened(lost), statistic, statistic]
@@ -51,12 +51,12 @@ def _batch_norm(call: TypedCall) -> list[Type]:
     lost = frozenset(a for t in call.types for a in t.open)
     if (x.sums | x.most) - lost:
         raise Refused(f"it lies as {x}", "a norm is of what is summed")
-    each = [replace(x, dims=x.dims[1:2]), *types_in(call.args[1:5])]  # of a channel
+    each = [replace(x, dims=x.dims[1:2]), *types_in(call.args[1:5])]  # types along channels
     channels = met(each, 0, 1, x.shape[1], lost)
     dims = (without(x.dims[0], lost), channels, *(without(dim, lost) for dim in x.dims[2:]))
     if any((t.sums | t.most) - lost for t in types_in(call.args[3:5])):
         raise Refused("the running statistics are a part of a sum", "they have to be summed before")
-    pending = summed(list(types_in([weight, bias])), "all", lost)  # it is linear in both together
+    pending = summed(list(types_in([weight, bias])), "all", lost)  # The result is linear in both together.
     statistic = Type((dims[1],) if call.shapes[1] != (0,) else plain((0,)), open=lost)
     return [Type(dims, sums=pending, open=lost), statistic, statistic]
 
@@ -67,7 +67,7 @@ def _batch_norm_back(call: TypedCall) -> list[Type]:
     lost = frozenset(a for t in call.types for a in t.open)
     statistics = list(types_in(call.args[3:7]))
     dims = [met([gradient, x], d, len(x.dims), n, lost) for d, n in enumerate(x.shape)]
-    each = [replace(x, dims=(dims[1],)), *types_in(weight), *statistics]  # of a channel
+    each = [replace(x, dims=(dims[1],)), *types_in(weight), *statistics]  # types along channels
     dims[1] = met([t for t in each if t.shape != (0,)], 0, 1, x.shape[1], lost)
     pending = summed([gradient, x, *statistics], "first", lost)
     rows = frozenset(axes_of([dims[0], *dims[2:]]))
@@ -98,7 +98,7 @@ def _embedding_back(call: TypedCall) -> Type:
         )
     if call.at(4) and axes_of(rows.dims):
         raise Refused(f"rows lie as {rows}", "a gradient that is scaled by counts needs all of them")
-    own = gradient.places & rows.places  # of its own rows a device has the gradient
+    own = gradient.places & rows.places  # A device has the gradient of its own rows.
     lost = (gradient.open | rows.open) - own
     gradient, rows = replace(gradient, open=lost), replace(rows, open=lost)
     dims = [met([gradient, replace(rows, dims=(*rows.dims, ()))], d, len(gradient.dims), n, lost)
@@ -124,7 +124,7 @@ def _nll(call: TypedCall) -> list[Type]:
     axes = frozenset(axes_of(rows))
     if reduction == 1 and axes:
         raise Refused(f"a mean over rows that {', '.join(sorted(axes))} cuts counts those of one device", "a sum")
-    pending = x.sums - lost  # what it takes of each row is linear in it
+    pending = x.sums - lost  # The loss of a row is linear in the row.
     if reduction == 0:
         return [Type(rows, sums=pending, open=lost), Type((), open=lost | axes)]
     return [Type((), sums=axes | pending, open=lost), Type((), sums=axes, open=lost)]
@@ -147,7 +147,7 @@ def _nll_back(call: TypedCall) -> Type:
 
 @rule("autopar.cross_entropy_part_backward.default")
 def _part_back(call: TypedCall) -> Type:
-    x, gradient = call.args[:2]  # what it is told of a row's logits was reduced before
+    x, gradient = call.args[:2]  # The statistics of rows were reduced before.
     lost = gradient.open | x.open
     return Type(tuple(without(d, lost) for d in x.dims), sums=gradient.sums - lost, open=lost)
 
@@ -166,6 +166,10 @@ def _of_four(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
     return (*[()] * (4 - len(dims)), *dims)
 
 
+def _known_axes(dim: Dim, lost: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(axis for axis in axes_of([dim]) if axis not in lost))
+
+
 def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list[str]]:
     """The axes along which an attention is unknown, its row and head dims, and axes that cut positions.
 
@@ -174,8 +178,8 @@ def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list
     types = [replace(t, dims=_of_four(t.dims)) for t in types]
     lost = frozenset(a for t in types for a in t.open)
     # all share a head that is the only one, or repeated
-    cut = [tuple(sorted(axes_of([t.dims[1]]))) for t in types if t.dims[1] and not is_free(t.dims[1])]
-    if len({tuple(a for a in c if a not in lost) for c in cut}) > 1:
+    cuts = {_known_axes(t.dims[1], lost) for t in types if t.dims[1] and not is_free(t.dims[1])}
+    if len(cuts) > 1:
         raise Refused(f"heads of queries, keys and values lie as {', '.join(map(str, types))}", "they are cut alike")
     rows = met([replace(t, dims=(t.dims[0],)) for t in types], 0, 1, size(types[0].dims[0]), lost)
     positions = [a for t in types for a in axes_of([t.dims[2]])]
@@ -190,7 +194,7 @@ def _attention(call: TypedCall) -> list[Type]:
     if q.sums.union(k.sums, *(t.sums for t in masks)):
         raise Refused(f"queries, keys and masks lie as {', '.join(map(str, (q, k, *masks)))}", "they are summed before")
     lost, (rows, heads), _ = _heads([q, k, replace(v, sums=_NONE), *masks])
-    made = Type((rows, heads, *plain(call.shapes[0][2:])), sums=v.sums - lost, open=lost)  # it is linear in values
+    made = Type((rows, heads, *plain(call.shapes[0][2:])), sums=v.sums - lost, open=lost)  # linear in v
     statistic = Type((rows, heads, *plain(call.shapes[1][2:])), open=lost) if len(call.shapes) > 1 else made
     rest = [Type(plain(s), open=lost) for s in call.shapes[2:]]
     return [made, statistic, *rest]
@@ -208,25 +212,30 @@ def _attention_back(call: TypedCall) -> list[Type]:
         raise Refused(
             f"queries, keys, values and results lie as {said}", "a part of a sum are values and results alone"
         )
-    of_both, of_values = summed([gradient, v], "one", lost), gradient.sums - lost
+    of_both = summed([gradient, v], "one", lost)
+    of_values = gradient.sums - lost
     of_heads = frozenset(axes_of([q.dims[1]])) - lost
     found = []
     for t, sums in ((q, of_both), (k, of_both), (v, of_values)):
-        is_shared = size(t.dims[1]) == 1 and not axes_of([t.dims[1]])  # by all heads of queries
+        is_shared = size(t.dims[1]) == 1 and not axes_of([t.dims[1]])  # All heads of queries share it.
         heads = () if is_shared else q.dims[1] if is_free(t.dims[1]) else t.dims[1]
         made = (rows, without(heads, lost), *plain(t.shape[2:]))
         found.append(Type(made, sums=sums | of_heads if is_shared else sums, open=lost))
     return [*found, *(Type(plain(s), open=lost) for s in call.shapes[3:])]
 
 
+def _with_one_row(t: Type, d: int) -> Type:
+    return replace(t, dims=tuple(() if i == d else dim for i, dim in enumerate(t.dims)))
+
+
 @rule("gather.default")
 def _gathered(call: TypedCall) -> Type:
     x, d, places = call.args[:3]
     cut = frozenset(axes_of([x.dims[d]]))
-    own = cut & places.places  # of its own columns: a part of the sum of all
+    own = cut & places.places  # A device reads its own columns: parts of a sum.
     lost = x.open | (places.open | cut) - own
     places = replace(places, open=places.open - own)
-    others = replace(x, dims=tuple(() if i == d % len(x.dims) else dim for i, dim in enumerate(x.dims)))
+    others = _with_one_row(x, d % len(x.dims))
     dims = [met([others, places], i, len(x.dims), n, lost) for i, n in enumerate(call.shapes[0])]
     return Type(tuple(dims), sums=(x.sums | own) - lost, open=lost)
 
@@ -241,7 +250,7 @@ def _scattered(call: TypedCall) -> Type:
         return unknown(call)
     d %= len(into.dims)
     lost = (places.open | given.open) - own
-    parts = [replace(t, dims=tuple(() if i == d else dim for i, dim in enumerate(t.dims))) for t in (places, given)]
+    parts = [_with_one_row(t, d) for t in (places, given)]
     dims = [met(parts, i, len(into.dims), n, lost) for i, n in enumerate(call.shapes[0])]
     dims[d] = _of_own(call.shapes[0][d], own)
     return Type(tuple(dims), open=lost).opened(own if len(own) > 1 else ())

@@ -97,7 +97,9 @@ def _convolution_back(call: TypedCall) -> list[Type]:
     is_odd = bool(not is_plain or call.args[7] or are_pictures_cut)
     lost = gradient.open | x.open | weight.open
     rows = met([gradient, x], 0, len(x.dims), call.shapes[0][0] if call.shapes[0] else 1, lost)
-    batch, out, into = frozenset(axes_of([rows])), without(weight.dims[0], lost), without(weight.dims[1], lost)
+    batch = frozenset(axes_of([rows]))
+    out = without(weight.dims[0], lost)
+    into = without(weight.dims[1], lost)
     has = [*call.at(10, (True, True, True))]
     of_x = summed([gradient, weight], "one", lost) if has[0] else _NONE
     of_w = summed([gradient, x], "one", lost) if has[1] else _NONE

@@ -25,8 +25,8 @@ class Wholes:
 
     shapes: Sequence[tuple[int, ...]]
     unknown: frozenset[str]  # axes that may cut any dim
-    sizes: Mapping[str, int]  # of all axes
-    inside: Sequence[tuple[int, ...]] = ()  # of all that the op makes of whole operands, as it makes it
+    sizes: Mapping[str, int]  # axis -> its size
+    inside: Sequence[tuple[int, ...]] = ()  # shapes of all that the op makes of whole operands, in order
 
     def differ_in(self, rank: int) -> bool:
         """Whether there are several whole shapes of this rank.
@@ -46,8 +46,11 @@ class Wholes:
 
     def have_some(self, dims: Sequence[Dim], places: Sequence[int]) -> bool:
         """Whether the dims at these places may be parts of the dims of one of the shapes at the same places."""
-        shapes = (shape for shape in self.shapes if len(shape) == len(dims))
-        return any(all(self._has_part(dims[d], shape[d]) for d in places) for shape in shapes)
+
+        def may_be_parts_of(shape: tuple[int, ...]) -> bool:
+            return all(self._has_part(dims[d], shape[d]) for d in places)
+
+        return any(len(shape) == len(dims) and may_be_parts_of(shape) for shape in self.shapes)
 
     def have_like(self, dims: Sequence[Dim]) -> bool:
         """Whether the dims may be parts of one of the shapes once neighbouring dims of either are merged.
@@ -55,22 +58,20 @@ class Wholes:
         The shape's dims may be in any order, as ops permute them.
         """
         for shape in {turned for one in self.shapes for turned in _turned(one)}:
-            if any(
-                all(map(self._has_part, dims, (math.prod(run) for run in runs))) for runs in _merged(shape, len(dims))
-            ):
-                return True
-            if any(
-                all(self._has_part(joined(itertools.chain(*run)), n) for run, n in zip(runs, shape))
-                for runs in _merged(tuple(dims), len(shape))
-            ):
-                return True
+            for sizes in _merged(shape, len(dims)):
+                if all(map(self._has_part, dims, map(math.prod, sizes))):
+                    return True
+            for runs in _merged(tuple(dims), len(shape)):
+                merged = (joined(itertools.chain(*run)) for run in runs)
+                if all(map(self._has_part, merged, shape)):
+                    return True
         return False
 
     def _has_part(self, dim: Dim, whole: int) -> bool:
         """Whether these rows may be one of the parts of a dim of size `whole`."""
         if is_free(dim):
             return True
-        run = [(n, tuple(self.sizes[a] for a in axes)) for n, axes in dim] or [(1, ())]
+        run = [(n, tuple(map(self.sizes.__getitem__, axes))) for n, axes in dim] or [(1, ())]
         others = [self.sizes[a] for a in self.unknown]
         more = [some for k in range(len(others) + 1) for some in itertools.combinations(others, k)]
         return any(
@@ -91,7 +92,8 @@ def _are_parts(run: tuple[tuple[int, tuple[int, ...]], ...], whole: int) -> bool
     """Whether a dim may be cut into a run of atoms, each with its local rows and the sizes of its axes."""
     if not run:
         return whole == 1
-    (rows, counts), rest = run[0], run[1:]
+    rows, counts = run[0]
+    rest = run[1:]
     if not counts:
         return whole % rows == 0 and _are_parts(rest, whole // rows)
     wholes = _divisors(whole) if rest else (whole,)
@@ -135,7 +137,8 @@ def _merged(values: tuple[Any, ...], count: int) -> Iterator[list[tuple[Any, ...
 
 def regrouped(dims: Sequence[Dim], shape: Sequence[int], wholes: Wholes | None = None) -> tuple[Dims, frozenset[str]]:
     """The dims of a view, and the axes along which they do not follow (`FREE` for all axes)."""
-    given, atoms = frozenset(axes_of(dims)), [atom for dim in dims for atom in dim]
+    given = frozenset(axes_of(dims))
+    atoms = [atom for dim in dims for atom in dim]
     if 0 in shape:
         return plain(shape), given
     if [size(dim) for dim in dims] == list(shape):
@@ -186,7 +189,7 @@ def _meant(
         return made
     if meant := [dims for dims in found if wholes.have(dims)]:
         return meant
-    rows = [atom for atom in atoms if atom[0] != 1]  # what is cut to one row may have been summed: without its dim
+    rows = [atom for atom in atoms if atom[0] != 1]  # A sum may have removed a dim that is cut to one row.
     wide = [dims for dims in (*_read(atoms, shape, is_wide=True), *_read(rows, shape)) if wholes.have(dims)]
     if are_mixed:
         return wide
@@ -199,7 +202,11 @@ def _meant(
 
 def _differing(readings: Sequence[Dims]) -> list[int]:
     """The dims in which readings differ."""
-    return [d for d, dims in enumerate(zip(*readings)) if any(not same(dims[0], other) for other in dims[1:])]
+
+    def are_alike(dims: Sequence[Dim]) -> bool:
+        return all(same(dims[0], other) for other in dims[1:])
+
+    return [d for d, dims in enumerate(zip(*readings)) if not are_alike(dims)]
 
 
 def _read(atoms: Sequence[Atom], shape: Sequence[int], is_wide: bool = False) -> list[Dims]:
@@ -213,7 +220,10 @@ def _moved(atoms: Sequence[Atom], shape: Sequence[int]) -> Iterator[Dims]:
     places = [d for d, n in enumerate(shape) if n == 1] if cuts else []
     for dims in _read([atom for atom in atoms if atom not in cuts], shape) if places else ():
         for chosen in itertools.product(places, repeat=len(cuts)):
-            yield tuple((*dim, *(cut for cut, place in zip(cuts, chosen) if place == d)) for d, dim in enumerate(dims))
+            with_cuts = [list(dim) for dim in dims]
+            for cut, place in zip(cuts, chosen):
+                with_cuts[place].append(cut)
+            yield tuple(map(tuple, with_cuts))
 
 
 # an atom in pieces: ("cut", axis, whether it may end a dim) and ("rows", number, whether they are free)

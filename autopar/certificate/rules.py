@@ -36,7 +36,7 @@ def typed(target: Any, call: TypedCall) -> Any:
 
 def _by_rule(target: Any, call: TypedCall) -> Any:
     """Type of an op's result, without regard to operands that are zero."""
-    known = RULES.get(str(target)) or RULES.get(str(target).replace("_.", ".", 1))  # in place as not in place
+    known = RULES.get(str(target)) or RULES.get(str(target).replace("_.", ".", 1))  # In-place ops share a rule.
     if known is not None:
         return known(call)
     if torch.Tag.pointwise in getattr(target, "tags", ()):
@@ -46,7 +46,8 @@ def _by_rule(target: Any, call: TypedCall) -> Any:
 
 def _is_zero(name: str, call: TypedCall) -> bool:
     """Whether an operand is zero that makes the result zero."""
-    return any(isinstance(t, Type) and t.is_zero for t in (call.args[place] for place in _LINEAR_IN.get(name, ())))
+    operands = (call.args[place] for place in _LINEAR_IN.get(name, ()))
+    return any(isinstance(t, Type) and t.is_zero for t in operands)
 
 
 def _zero(made: Any) -> Any:

@@ -10,14 +10,18 @@ from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, is_free
 
 
 def all_reduce(x: Type, axis: str) -> Type:
-    ones = [d for d, dim in enumerate(x.dims) if any(n == 1 and axis in axes for n, axes in dim)]
+    ones = [d for d, dim in enumerate(x.dims) if _is_cut_to_one_row(dim, axis)]
     if ones:  # one row of a dim that is cut is also a part of the sum over the dim
         return replace(x, dims=_with(x, ones[0], without(x.dims[ones[0]], frozenset({axis}))))
-    # one row of a repeated dim is what its sum would be, of which nothing is known
+    # One row of a repeated dim equals its own sum over the dim, so it may be a part of a sum.
     is_repeated = any(is_free(dim) and size(dim) == 1 for dim in x.dims)
     may_be_a_part = axis in x.sums | x.open or x.is_zero or is_constant(x) or is_repeated
     _needs(may_be_a_part, x, f"what is summed over {axis} has to be a part of a sum there")
     return _settled(x, axis)
+
+
+def _is_cut_to_one_row(dim: Dim, axis: str) -> bool:
+    return any(n == 1 and axis in axes for n, axes in dim)
 
 
 def all_reduce_max(x: Type, axis: str) -> Type:
@@ -30,7 +34,7 @@ def all_gather(x: Type, axis: str, dim: int, length: int, blocks: Any = ()) -> T
     if not x.dims[dim] and axis in x.sums:  # one row of a dim that is cut is also a part of the sum over the dim
         return replace(x, dims=_with(x, dim, whole(length))).opened([axis])
     is_repeated = is_free(x.dims[dim]) or (not x.dims[dim] and axis not in x.open)
-    if is_repeated:  # it is a part as it is a whole
+    if is_repeated:  # Repeated rows are as good as parts of any whole.
         return replace(x, dims=_with(x, dim, ((length, FREE),)), open=x.open - {axis})
     if axis not in x.open:
         cut = axes_of([x.dims[dim]])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 Atom = tuple[int, tuple[str, ...]]  # local rows, and the axes that cut them, major first
 Dim = tuple[Atom, ...]
-FREE = ("*",)  # in place of axes
+FREE = ("*",)  # stands for the axes of repeated rows
 _NONE: frozenset[str] = frozenset()
 
 
@@ -25,7 +25,8 @@ class Refused(Exception):
 
     def __init__(self, seen: str, expected: str) -> None:
         super().__init__(f"{seen}; {expected}")
-        self.seen, self.expected = seen, expected
+        self.seen = seen
+        self.expected = expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,12 @@ class Type:
     """How a value lies on the mesh."""
 
     dims: tuple[Dim, ...]
-    sums: frozenset[str] = _NONE  # axes along which it is a partial sum,
-    most: frozenset[str] = _NONE  # or a candidate for a maximum,
-    open: frozenset[str] = _NONE  # or along which nothing is known
-    places: frozenset[str] = _NONE  # of the open axes, those along which only where a part begins is unknown
+    sums: frozenset[str] = _NONE  # axes along which it is a partial sum
+    most: frozenset[str] = _NONE  # axes along which it is a candidate for a maximum
+    open: frozenset[str] = _NONE  # axes along which nothing is known
+    places: frozenset[str] = _NONE  # open axes along which only the start of a part is unknown
     is_zero: bool = False
-    is_start: bool = False  # it is the index at which the device's part begins, which combines with constants
+    is_start: bool = False  # the index at which the device's part begins; it combines with constants
 
     def __str__(self) -> str:
         said = [f"S({d})@{axis}" for d, dim in enumerate(self.dims) for axis in axes_of([dim])]
@@ -64,8 +65,11 @@ class Type:
 
     def settled(self, axes: frozenset[str]) -> Type:
         """The type, whole along these axes and in repeated dims."""
-        dims = (joined((n, () if own == FREE else own) for n, own in without(dim, axes)) for dim in self.dims)
-        return replace(self, dims=tuple(dims))
+
+        def settled(dim: Dim) -> Dim:
+            return joined((n, () if own == FREE else own) for n, own in without(dim, axes))
+
+        return replace(self, dims=tuple(map(settled, self.dims)))
 
     def opened(self, axes: Iterable[str]) -> Type:
         """The type, with nothing known along these axes any more."""
@@ -105,7 +109,11 @@ def without(dim: Dim, axes: frozenset[str]) -> Dim:
     """The dim, no longer cut by these axes."""
     if not any(a in axes for _, own in dim for a in own):
         return dim
-    return joined((n, own if own == FREE else tuple(a for a in own if a not in axes)) for n, own in dim)
+
+    def left(own: tuple[str, ...]) -> tuple[str, ...]:
+        return own if own == FREE else tuple(axis for axis in own if axis not in axes)
+
+    return joined((n, left(own)) for n, own in dim)
 
 
 def joined(atoms: Iterable[Atom]) -> Dim:
@@ -140,7 +148,8 @@ def lies_as(found: Type, wanted: Type) -> bool:
     doubtful = found.open | wanted.open
     ones = [d for d, dim in enumerate(found.dims) if size(dim) == 1]
     rest = [d for d, dim in enumerate(found.dims) if size(dim) != 1 and not is_free(dim)]
-    parts, due = (frozenset(axes_of(t.dims[d] for d in ones)) - doubtful for t in (found, wanted))
+    parts = frozenset(axes_of(found.dims[d] for d in ones)) - doubtful
+    due = frozenset(axes_of(wanted.dims[d] for d in ones)) - doubtful
     sums = (found.sums | (parts & wanted.sums)) ^ wanted.sums
     if not found.is_zero and (found.most or sums - doubtful or parts - due - wanted.sums):
         return False

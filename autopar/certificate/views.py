@@ -68,7 +68,8 @@ def _unsqueezed(call: TypedCall) -> Type:
 
 @rule("squeeze.dim", "squeeze.dims", "squeeze.default")
 def _squeezed(call: TypedCall) -> Type:
-    x, d = call.args[0], call.at(1, range(len(call.args[0].dims)))
+    x = call.args[0]
+    d = call.at(1, range(len(call.args[0].dims)))
     gone = {one % len(x.dims) for one in ([d] if isinstance(d, int) else d)}
     kept = [dim for i, dim in enumerate(x.dims) if i not in gone or size(dim) != 1]
     lost = axes_of(dim for i, dim in enumerate(x.dims) if i in gone and size(dim) == 1)
@@ -77,7 +78,8 @@ def _squeezed(call: TypedCall) -> Type:
 
 @rule("expand.default")
 def _expanded(call: TypedCall) -> Type:
-    x, shape = call.args[0], call.shapes[0]
+    x = call.args[0]
+    shape = call.shapes[0]
     more = len(shape) - len(x.dims)
     dims = []
     for d, n in enumerate(shape):
@@ -103,7 +105,8 @@ def _padded(call: TypedCall) -> Type:
 @rule("slice.Tensor", "slice_backward.default", "select.int", "narrow.default")
 def _some_rows(call: TypedCall) -> Type:
     """Some rows of a dim, or more of them: known where no axis cuts the dim."""
-    x, shape = call.args[0], call.shapes[0]
+    x = call.args[0]
+    shape = call.shapes[0]
     if len(shape) < len(x.dims):  # select
         d = call.args[1] % len(x.dims)
         return replace(x, dims=(*x.dims[:d], *x.dims[d + 1 :])).opened(axes_of([x.dims[d]]))
@@ -127,7 +130,8 @@ def _selected_back(call: TypedCall) -> Type:
 
 @rule("split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int")
 def _pieces(call: TypedCall) -> list[Type]:
-    x, d = call.args[0], call.at(2, 0)
+    x = call.args[0]
+    d = call.at(2, 0)
     if len(call.shapes[0]) < len(x.dims):  # unbind
         d = call.at(1, 0) % len(x.dims)
         one = replace(x, dims=(*x.dims[:d], *x.dims[d + 1 :])).opened(axes_of([x.dims[d]]))
@@ -144,7 +148,8 @@ def _piece(dim: Dim, n: int) -> tuple[Dim, list[str]]:
     """`n` rows of a dim as whole blocks of it, and the axes along which they do not follow."""
     if not axes_of([dim]) or size(dim) == n:
         return (dim if size(dim) == n else _fewer(dim, n)), []
-    outer, inner = dim[0], dim[1:]
+    outer = dim[0]
+    inner = dim[1:]
     if not outer[1] and inner and n % size(inner) == 0:
         return joined([(n // size(inner), ()), *inner]), []
     return whole(n), axes_of([dim])
@@ -152,7 +157,9 @@ def _piece(dim: Dim, n: int) -> tuple[Dim, list[str]]:
 
 @rule("cat.default", "stack.default")
 def _side_by_side(call: TypedCall) -> Type:
-    parts, d, shape = list(types_in(call.args[0])), call.at(1, 0), call.shapes[0]
+    parts = list(types_in(call.args[0]))
+    d = call.at(1, 0)
+    shape = call.shapes[0]
     is_stack = len(shape) > len(parts[0].dims)
     d %= len(shape)
     if is_stack:
@@ -161,9 +168,11 @@ def _side_by_side(call: TypedCall) -> Type:
     lost = frozenset(a for p in parts for a in p.open)
     dims = [met(parts, k, len(shape), n, lost) if k != d else () for k, n in enumerate(shape)]
     own = [without(p.dims[d], lost) for p in parts]
-    made, gone = whole(shape[d]), frozenset(axes_of(own))
+    made = whole(shape[d])
+    gone = frozenset(axes_of(own))
     if gone and all(same(own[0], one) for one in own):
-        made, gone = joined([(len(own), ()), *own[0]]), _NONE
+        made = joined([(len(own), ()), *own[0]])
+        gone = _NONE
     elif all(is_free(one) or not one for one in own) and any(map(is_free, own)):
         made = ((shape[d], FREE),)
     dims[d] = made

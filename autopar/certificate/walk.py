@@ -46,8 +46,7 @@ _ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))
 # ops that give one value in another form
 _FORMS = frozenset(f"aten.{name}" for name in ("_to_copy.default", "clone.default", "view.default", "t.default",
                    "transpose.int", "permute.default", "detach.default", "alias.default"))  # fmt: skip
-# ops whose backward is linear in the gradient as a whole, and in no type of its steps: it puts a value and the gradient
-# into one matrix, or takes the logarithm of the gradient's size and puts the sign back behind it
+# Ops whose backward is linear in the gradient although its single steps are not, so that no type follows there.
 _LINEAR_AS_A_WHOLE = re.compile(r"(matrix_exp|logcumsumexp)(_\d+)?$")
 _Shapes = tuple[tuple[int, ...], ...]
 _SHOWN_OPS = 4
@@ -59,19 +58,17 @@ _UNFORESEEN = (IndexError, AttributeError, TypeError, ValueError, KeyError)
 class Interface:
     """Shardings in which values enter a program and have to leave it; None where they are whole."""
 
-    axes: Mapping[str, int]  # and their sizes
+    axes: Mapping[str, int]  # axis -> its size
     primals: tuple[Any, ...]  # inputs, parameters, buffers
     outputs: tuple[Any, ...]
-    gradients: Mapping[int, Any]  # of primals that get one, by place: how it has to lie
-    reduced_in: Mapping[int, torch.dtype]  # and the dtype in which it is summed
+    gradients: Mapping[int, Any]  # index of a primal -> the sharding that its gradient has to have
+    reduced_in: Mapping[int, torch.dtype]  # index of a primal -> the dtype in which its gradient is summed
     comes_of: Callable[[fx.Node], str]  # the name of the model's op that a node is emitted for, "" for none
     wholes: Mapping[str, Sequence[tuple[int, ...]]]  # the whole shapes of what an op reads and gives
-    # the shapes of all that an op makes inside of whole operands, in its order
-    inside: Callable[[str], tuple[tuple[int, ...], ...]] = lambda _: ()
-    # of a constant the part that a device takes is cut; otherwise it is as good a part of any other cut
-    cuts_constants: bool = False
+    inside: Callable[[str], tuple[tuple[int, ...], ...]] = lambda _: ()  # op -> shapes that it makes inside
+    cuts_constants: bool = False  # whether slicing a constant shards it; otherwise it matches any sharding
     looks_inside: bool = False  # whether a view is read by the shapes that its op makes inside
-    users_rule: Callable[[str], str] = lambda _: ""  # of a model's op: the line with which a user said its rule
+    users_rule: Callable[[str], str] = lambda _: ""  # model's op -> the line of its user's rule
     doubted: frozenset[fx.Node] = frozenset()  # views that are not taken to undo an earlier one of their op
 
 
@@ -81,15 +78,14 @@ class Certificate:
 
     values: int = 0
     open: int = 0
-    ends: int = 0  # outputs and gradients,
-    open_ends: int = 0  # and those of them of which something is unknown
+    ends: int = 0  # outputs and gradients
+    open_ends: int = 0  # ends of which something is unknown
     opened_by: Counter[str] = field(default_factory=Counter, repr=False)  # ops from which on something is unknown
     unforeseen: list[str] = field(default_factory=list, repr=False)  # calls that their op's rule could not read
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
-    # by op: types of the operand and of the result of each of its views
-    _viewed: dict[str, list[tuple[Type, Type]]] = field(default_factory=dict, repr=False)
+    _viewed: dict[str, list[tuple[Type, Type]]] = field(default_factory=dict, repr=False)  # op -> types of its views
     _undone: set[fx.Node] = field(default_factory=set, repr=False)  # views that are taken to undo an earlier one
-    suspects: set[fx.Node] = field(default_factory=set, repr=False)  # and those of them that a refusal may come of
+    suspects: set[fx.Node] = field(default_factory=set, repr=False)  # undone views that may cause a refusal
 
     def __str__(self) -> str:
         share = f"{self.values - self.open} of {self.values} values"
@@ -131,7 +127,7 @@ def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] 
 
 
 def _under_one_reading(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None) -> Certificate:
-    """Type the halves, and again without what a refusal may come of: that a view undoes an earlier one of its op."""
+    """Type the halves; after a refusal again, without the assumption that a view undoes an earlier one."""
     while True:
         found = Certificate()
         try:
@@ -210,16 +206,18 @@ class _Walk:
     """Types one half, node by node."""
 
     def __init__(self, graph: fx.Graph, interface: Interface, found: Certificate) -> None:
-        self.graph, self.interface, self.found = graph, interface, found
-        self.order, self.axes = tuple(interface.axes), frozenset(interface.axes)
+        self.graph = graph
+        self.interface = interface
+        self.found = found
+        self.order = tuple(interface.axes)
+        self.axes = frozenset(interface.axes)
         self.types: dict[fx.Node, Any] = {}
 
     def run(self, given: Sequence[Any]) -> list[Any]:
         """Types of the results, from the types of the inputs."""
         places = self.graph.find_nodes(op="placeholder")
         if len(places) != len(given):
-            missing = Refused(f"{len(given)} values are given", f"it takes {len(places)}")
-            raise self._letter(places[-1], missing)
+            raise self._letter(places[-1], Refused(f"{len(given)} values are given", f"it takes {len(places)}"))
         self.types.update(zip(places, given, strict=True))
         for node in self.graph.nodes:
             if node.op == "call_function":
@@ -259,19 +257,18 @@ class _Walk:
 
     def reduced_in(self, place: int, dtype: torch.dtype | None, what: str) -> None:
         """Raise where the last steps to a result sum it over devices in a narrower dtype."""
-        node, part = self._result(place), 0
+        node = self._result(place)
+        part = 0
         while dtype is not None and isinstance(node, fx.Node) and node.op == "call_function":
             before = node.args[0]
             if node.target is operator.getitem:
                 part = node.args[1]
             if isinstance(before, (list, tuple)):  # several in one message
                 before = before[part]
-            if (
-                node.target in _SUMS
-                and torch.promote_types(before.meta["val"].dtype, dtype) != before.meta["val"].dtype
-            ):
-                summed = f"{what} is summed in {before.meta['val'].dtype}"
-                raise self._letter(node, Refused(summed, f"it has to be summed in {dtype}"))
+            if node.target in _SUMS:
+                used = before.meta["val"].dtype
+                if torch.promote_types(used, dtype) != used:
+                    raise self._letter(node, Refused(f"{what} is summed in {used}", f"it has to be summed in {dtype}"))
             is_on_the_way = node.target in _ON_THE_WAY or str(node.target) in _FORMS
             node = before if is_on_the_way else None
 
@@ -287,7 +284,8 @@ class _Walk:
         return self.types[value] if isinstance(value, fx.Node) else None
 
     def _made(self, node: fx.Node) -> Any:
-        target, args = node.target, fx.map_arg(node.args, self.types.__getitem__)
+        target = node.target
+        args = fx.map_arg(node.args, self.types.__getitem__)
         if target is operator.getitem:
             return args[0][args[1]] if isinstance(args[0], (list, tuple)) else args[0]
         if target in _STEPS:
@@ -335,8 +333,9 @@ class _Walk:
 
         Ops that take the same view of a value share it, so that its shape may be one that any of them makes inside.
         """
-        x, op = call.args[0], self.interface.comes_of(node)
-        leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # what is cut or repeated
+        x = call.args[0]
+        op = self.interface.comes_of(node)
+        leaves_doubt = any(axes for dim in x.dims for _, axes in dim)  # A dim is cut or repeated.
         wholes = tuple(self.interface.wholes.get(op, ())) if leaves_doubt else ()
         looks = wholes and self.interface.looks_inside
         ops = dict.fromkeys((op, *map(self.interface.comes_of, node.users))) if looks else ()
@@ -392,7 +391,7 @@ class _Walk:
 
     def _one(self, name: str, x: Type, axis: str, numbers: Sequence[Any], shape: Sequence[int]) -> Type:
         if axis not in self.axes:
-            return x  # of time: turns of one device
+            return x  # The axis of time runs turns on one device.
         if name in ("slice", "reduce_scatter"):
             here = shape[numbers[0]] if len(shape) > numbers[0] else -1
             if name == "slice" and self.interface.cuts_constants and is_constant(x):
@@ -484,7 +483,8 @@ def _as_it_lies(like: Type, sharding: Any, axes: Sequence[str]) -> Type:
         placement = sharding.placements[place]
         if not placement.is_shard:
             continue
-        d, n = placement.dim, like.shape[placement.dim]
+        d = placement.dim
+        n = like.shape[placement.dim]
         before = axes_of([dims[d]])
         if placement.blocks:
             if len(set(placement.blocks)) > 1 or before or n % len(placement.blocks):

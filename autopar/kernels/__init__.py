@@ -69,7 +69,8 @@ def groups(
 
     No op is in two groups. The ops of a group that is not accepted may still be in smaller ones.
     """
-    nodes, taken = list(nodes), set[Any]()
+    nodes = list(nodes)
+    taken = set[Any]()
     for family in families(names):
         for node in reversed(nodes):
             place = family.find(node) if node.op == "call_function" and node not in taken else None

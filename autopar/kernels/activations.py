@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autopar.kernels.backend import jit, tl
 
-# of `x`, as Hugging Face models write it
+# The tanh form of GELU as Hugging Face models write it.
 GELU_TANH = """
 half = mul(input={x}, other=0.5)
 cube = pow(input={x}, exponent=3.0)

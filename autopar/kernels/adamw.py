@@ -26,7 +26,7 @@ class Rates:
     betas: tuple[float, float]
     eps: float
     decay: float
-    step: int  # from 1 on
+    step: int  # the first step is 1
 
     @property
     def kept(self) -> float:
@@ -81,7 +81,8 @@ def step(
     """Update a shard, its states and its master copy in place, by the gradient times `scale`."""
     tensors = [t for t in (parameter, average, squares, master) if t is not None]
     if backend.runs(parameter) and all(t.is_contiguous() for t in tensors) and parameter.numel():
-        count, numbers = parameter.numel(), (rates.kept, rates.length, rates.root, *rates.betas, rates.eps)
+        count = parameter.numel()
+        numbers = (rates.kept, rates.length, rates.root, *rates.betas, rates.eps)
         given = parameter, gradient.contiguous(), average, squares
         beside = parameter if master is None else master, average if scale is None else scale
         how = {"IS_SCALED": scale is not None, "HAS_MASTER": master is not None, "BLOCK": BLOCK, "num_warps": WARPS}

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_IS_THERE = importlib.util.find_spec("triton") is not None  # on Linux alone
+_IS_THERE = importlib.util.find_spec("triton") is not None  # Triton runs on Linux only.
 triton: Any = importlib.import_module("triton") if _IS_THERE else None
 tl: Any = importlib.import_module("triton.language") if _IS_THERE else None
 
 __all__ = ["VARIABLE", "as_ops", "as_rows", "is_traced", "jit", "runs", "shared_bytes", "tl", "units"]
 
-# for tests on a CPU: "interpret" runs the kernels themselves, by Triton's interpreter; "ops" the custom ops, which run
-# their references
+# Tests on a CPU set it: "interpret" runs the kernels in Triton's interpreter, "ops" the references of the custom ops.
 VARIABLE = "AUTOPAR_KERNELS"
 _LEAST_SHARED = 96 * 2**10  # bytes that a block may have on any GPU that kernels were compiled for
 _TRACED = threading.local()
@@ -56,7 +55,7 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """The tensor as contiguous rows of its last dim, and their stride; half rows are not copied."""
     columns = x.shape[-1]
     if x.stride(-1) == 1 and x.numel():
-        with contextlib.suppress(RuntimeError):  # its rows are not evenly apart
+        with contextlib.suppress(RuntimeError):  # Rows that are not evenly spaced have no such view.
             rows = x.view(-1, columns)
             return rows, rows.stride(0)
     return x.contiguous().view(-1, columns), columns

@@ -22,8 +22,8 @@ from autopar.kernels.patterns import Match, Pattern, called, readers
 from autopar.kernels.rows import FOLDED, fold_kernel
 
 BLOCK, WARPS = 2048, 4
-ROWS, COLUMNS, STAGES = 8, 128, 3  # that a program of backward holds at a time, and how many it has on their way
-_PROGRAMS = 8  # of backward, of a multiprocessor
+ROWS, COLUMNS, STAGES = 8, 128, 3  # tile of a backward program, and the number of tiles that it prefetches
+_PROGRAMS = 8  # backward programs per multiprocessor
 
 
 class _Beside(torch.autograd.Function):
@@ -114,7 +114,8 @@ def activation_backward(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tenso
     dx, db = (torch.empty(shape, dtype=x.dtype, device=x.device) for shape in (x.shape, (columns,)))
     if not dx.numel():
         return dx, db.zero_()
-    rows, blocks = dx.numel() // columns, -(-columns // COLUMNS)
+    rows = dx.numel() // columns
+    blocks = -(-columns // COLUMNS)
     parts = max(1, min(-(-rows // ROWS), backend.units(x) * _PROGRAMS // blocks))
     share = -(-rows // (parts * ROWS)) * ROWS
     parts = -(-rows // share)

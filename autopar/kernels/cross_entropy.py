@@ -16,9 +16,9 @@ from autopar.kernels.buffer_reuse import written_over
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Match, Pattern
 
-BLOCK, WARPS = 4096, 4  # of a row that is read once
+BLOCK, WARPS = 4096, 4  # columns at a time where a row is read once
 READ_ONCE = {"BLOCK": BLOCK, "num_warps": WARPS}
-BACK, WARPS_BACK = 16384, 16  # at most, of a row whose gradient is written
+BACK, WARPS_BACK = 16384, 16  # most columns at a time where the gradient of a row is written
 _IGNORED = -100  # torch's default
 
 
@@ -118,7 +118,8 @@ def gradient_of_rows(
     `start` is the first class of a part of the classes; None for all classes. With `over` the gradient is written over
     the logits, which must be contiguous: a program only reads what it writes.
     """
-    columns, rows = x.shape[-1], target.numel()
+    columns = x.shape[-1]
+    rows = target.numel()
     dx = x if over else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows and columns:
         target = target.contiguous()
@@ -142,7 +143,8 @@ def entropies(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tupl
     if not backend.runs(x):
         lse = torch.stack(log_sums(x.to(torch.float32).reshape(-1, x.shape[-1])), -1)
         return reference(x, target, ignored, smoothing), lse
-    columns, rows = x.shape[-1], target.numel()
+    columns = x.shape[-1]
+    rows = target.numel()
     lse = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
     losses = torch.empty((rows,), dtype=torch.float32, device=x.device)
     if rows:

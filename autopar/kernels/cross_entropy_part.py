@@ -29,7 +29,7 @@ from autopar.runtime.forms import cross_entropy_part as form
 from autopar.runtime.forms import reduced
 from autopar.runtime.random import Cuts, start_of
 
-ROWS, WARPS = 256, 2  # of a program between and behind the reductions
+ROWS, WARPS = 256, 2  # rows of a program between and after the reductions
 
 
 def reference(x: Tensor, target: Tensor, ignored: int, smoothing: float, cuts: Cuts, classes: int) -> Tensor:
@@ -62,7 +62,7 @@ def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_a
     log = tl.log(tl.load(TOTAL + row, mask=inside, other=1.0))
     right = tl.load(REST + 3 * row + 1, mask=inside, other=0.0)
     whole = tl.load(REST + 3 * row + 2, mask=inside, other=0.0)
-    right = tl.where(right == right, right, 0.0)  # it has no number where the target is no column here
+    right = tl.where(right == right, right, 0.0)  # NaN where another device holds the target
     here = -of_target * right - tl.where(counts, of_all * whole, 0.0)
     is_class = (target >= 0) & (target < classes)
     logs = tl.where(counts, tl.where(is_class, top + log, float("nan")), 0.0)
@@ -79,9 +79,11 @@ def rows_of_part(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: b
     The log-sum is that of exponentials relative to the largest logit here. The target's logit is NaN where the target
     has no column here; the sum of logits is computed with `sums` only.
     """
-    columns, rows = x.shape[-1], target.numel()
+    columns = x.shape[-1]
+    rows = target.numel()
     if not backend.runs(x):
-        wide, place = x.to(torch.float32).reshape(-1, columns), target - start
+        wide = x.to(torch.float32).reshape(-1, columns)
+        place = target - start
         most, log = log_sums(wide)
         is_column = (target != ignored) & (place >= 0) & (place < columns)
         right = wide.gather(1, torch.where(is_column, place, 0)[:, None])[:, 0]
@@ -106,7 +108,8 @@ def shares(most: Tensor, rest: Tensor, top: Tensor) -> Tensor:
     """For each row the sum of this device's exponentials, relative to the largest logit of all devices."""
     if not backend.runs(most):
         return (most - top + rest[:, 0]).exp()
-    found, rows = torch.empty(most.shape, dtype=most.dtype, device=most.device), most.numel()
+    found = torch.empty(most.shape, dtype=most.dtype, device=most.device)
+    rows = most.numel()
     if rows:
         shares_kernel[(-(-rows // ROWS),)](most, rest, top.contiguous(), found, rows, ROWS=ROWS, num_warps=WARPS)
     return found
@@ -137,7 +140,8 @@ def less_here(
     """
     rows = target.numel()
     if not backend.runs(x):
-        counts, log = target != ignored, total.log()
+        counts = target != ignored
+        log = total.log()
         right, whole = rest[:, 1], rest[:, 2]
         here = torch.where(right.isnan(), 0, right) * (smoothing - 1.0)
         here = here - torch.where(counts, whole * (smoothing / classes), 0)
@@ -168,7 +172,8 @@ def _gradient(
 
     def sums(x: Tensor) -> Tensor:
         wide = x.to(torch.float32).reshape(-1, x.shape[-1])
-        counts, place = target != ignored, target - start
+        counts = target != ignored
+        place = target - start
         here = counts & (place >= 0) & (place < x.shape[-1])
         right = wide.gather(1, torch.where(here, place, 0)[:, None])[:, 0]
         share = torch.exp(wide.detach() - lse[:, :1] - lse[:, 1:])  # the slope of the logarithm of the sum
@@ -222,7 +227,8 @@ def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float
     """
     if not backend.is_traced(x.device.type):
         return reference(x, target, ignored, smoothing, cuts, classes)
-    axes, start = [axis for axis, _ in cuts], start_of(x, cuts) if cuts else target.new_zeros(())
+    axes = [axis for axis, _ in cuts]
+    start = start_of(x, cuts) if cuts else target.new_zeros(())
     most, rest = rows_of_part(x.detach(), target, start, ignored, smoothing > 0)
     top = reduced(most, "all_reduce_max", axes)
     total = reduced(shares(most, rest, top), "all_reduce", axes)

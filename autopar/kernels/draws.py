@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.kernels.backend import jit, tl, triton
 from autopar.runtime import random
 
-ELEMENTS, BLOCK, WARPS = 4096, 1024, 4  # that a program holds, of a row at most so many
+ELEMENTS, BLOCK, WARPS = 4096, 1024, 4  # elements of a program, and the most of them in one row
 _MOST = 3  # dims before the last, whose places a kernel reads
 
 

@@ -54,7 +54,8 @@ def _launched(
 ) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        x, columns = x.contiguous(), x.shape[-1]
+        x = x.contiguous()
+        columns = x.shape[-1]
         rows = y.numel() // columns
         pointers, dims = given_places(key, op, shape, places)
         given = (*pointers, x, x if added is None else added.contiguous(), y, rows, columns)
@@ -123,7 +124,9 @@ def _arguments(found: Match) -> Mapping[str, Any] | None:
 
     In a graph the arguments of the draw are None: it does not say yet at which indices a device will draw.
     """
-    x, added, p = found["x"], found.bound.get("added"), found.bound.get("P", 0.5)
+    x = found["x"]
+    added = found.bound.get("added")
+    p = found.bound.get("P", 0.5)
     operands = [x] if added is None else [x, added]
     is_served = are_alike(operands) and len({type_of(n).shape for n in operands}) == 1 and type_of(x).shape
     if not is_served or not 0 <= p < 1:

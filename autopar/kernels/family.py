@@ -22,9 +22,9 @@ class Family:
 
     name: str
     patterns: tuple[Pattern, ...]  # one of more ops before what is a part of it
-    call: Callable[..., Any]  # what stands in the place of a group; it gives a tuple where there are several results
+    call: Callable[..., Any]  # replaces a group; returns a tuple where there are several results
     reference: Callable[..., Any]  # the ops of a group, of the same arguments
-    arguments: Callable[[Match], Mapping[str, Any] | None]  # of the call; None where the kernel does not serve a group
+    arguments: Callable[[Match], Mapping[str, Any] | None]  # arguments of the call; None where it cannot serve a group
     # values that backward reads beside gradients, where these are not those that the ops keep
     keeps: Callable[[Match], Sequence[fx.Node]] | None = None
     # the product before a group that gives the gradient of the product's bias, and the change of that product

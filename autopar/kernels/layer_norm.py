@@ -77,5 +77,5 @@ def arguments(found: Match) -> Mapping[str, Any] | None:
 
 
 _CALL = "y = layer_norm(input=x, normalized_shape=SHAPE, weight=weight, bias=bias"
-WRITTEN = (f"{_CALL}, eps=EPS)", f"{_CALL})")  # of rows x
+WRITTEN = (f"{_CALL}, eps=EPS)", f"{_CALL})")  # calls on rows x
 FAMILY = Family("layer_norm", tuple(map(Pattern.of, WRITTEN)), layer_norm, reference, arguments)

@@ -15,7 +15,7 @@ from autopar.kernels.backend import jit, tl
 from autopar.kernels.family import FLOATS, Family, are_alike, through
 from autopar.kernels.patterns import Match, Pattern
 
-MOST_COLUMNS = 16384  # of a row that a program holds
+MOST_COLUMNS = 16384  # longest row that a program holds
 
 
 def reference(
@@ -117,7 +117,8 @@ def shares(
         return reference(x, mask, scale, cap, is_wide, dtype).contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.numel():
-        x, columns = x.contiguous(), x.shape[-1]
+        x = x.contiguous()
+        columns = x.shape[-1]
         batches, heads, queries, _ = whole = (1,) * (4 - x.dim()) + tuple(x.shape)
         strides = (0, 0, 0, 0) if mask is None else mask.expand(whole).stride()
         given = (x, x if mask is None else mask, y, columns, heads, queries, *strides)
@@ -148,7 +149,8 @@ def shares_backward(
         return through(lambda x: _capped(x, scale, cap), ds, x)[0]
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
     if dx.numel():
-        columns, y = y.shape[-1], y.contiguous()
+        columns = y.shape[-1]
+        y = y.contiguous()
         rows = y.numel() // columns
         given = (dy.contiguous(), y if x is None else x.contiguous(), y, dx, rows, columns)
         flags = {"SCALES": scale is not None, "CAPS": cap is not None}
@@ -192,8 +194,11 @@ def masked_softmax(
 
 def _arguments(found: Match) -> Mapping[str, Any] | None:
     """Arguments of the call; None unless a row of the last dim fits a program and the mask is untrained."""
-    x, mask, bound = found["x"], found.bound.get("mask"), found.bound
-    about, given = type_of(x), [n for n in (x, mask) if n is not None]
+    x = found["x"]
+    mask = found.bound.get("mask")
+    bound = found.bound
+    about = type_of(x)
+    given = [n for n in (x, mask) if n is not None]
     dtype = type_of(found.result).dtype
     is_row = 0 < len(about.shape) <= 4 and found["DIM"] in (-1, len(about.shape) - 1)
     is_served = is_row and are_alike(given) and dtype in FLOATS and about.shape[-1] <= MOST_COLUMNS
@@ -227,10 +232,12 @@ def _patterns() -> list[Pattern]:
     """The patterns, those with more ops first; a softmax with nothing before or behind it stays an op."""
     found = []
     for is_cast, is_wide, *has in itertools.product((True, False), (True, False), *[(True, False)] * 3):
-        text, of = "", "x"
+        text = ""
+        of = "x"
         for there, step, to in zip(has, (_SCALED, _CAPPED, _MASKED), ("scaled", "capped", "masked"), strict=True):
             if there:
-                text, of = text + step.format(of=of, to=to), to
+                text += step.format(of=of, to=to)
+                of = to
         wide = ", dtype=torch.float32" if is_wide else ""
         text += f"{'s' if is_cast else 'y'} = softmax(input={of}, dim=DIM{wide})\n"
         text += "y = to(input=s, dtype=DTYPE)\n" if is_cast else ""

@@ -88,6 +88,9 @@ def _read() -> dict[str, dict[str, float]]:
     """All gains in the file; nothing where it is missing or unreadable."""
     try:
         found = json.loads(path().read_text())
-        return {str(device): {str(n): float(gain) for n, gain in gains.items()} for device, gains in found.items()}
+        known = dict[str, dict[str, float]]()
+        for device, gains in found.items():
+            known[str(device)] = {str(name): float(gain) for name, gain in gains.items()}
+        return known
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

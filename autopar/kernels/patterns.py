@@ -26,9 +26,9 @@ from autopar.ops.entry import Op
 from autopar.runtime import forms
 
 _EITHER_WAY = ("add", "mul")
-_DRAWN = ("dropout", "dropout_by_position")  # of other ops those that draw at random match nothing
+_DRAWN = ("dropout", "dropout_by_position")  # the only random ops that may match
 _NEAR = 3  # nodes of an op that are looked at for a result beside the last one
-_Bound = Mapping[str, Any]  # of a pattern's names, the nodes and constants that they stand for
+_Bound = Mapping[str, Any]  # name in a pattern -> the node or constant that it stands for
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Pattern:
 
     steps: Mapping[str, Member]
     results: tuple[str, ...]  # the last of them is that of the last step
-    variant: Mapping[str, Any]  # what a family is told where this one is found
+    variant: Mapping[str, Any]  # properties of this spelling that its family reads
 
     @staticmethod
     def of(text: str, **variant: Any) -> Pattern:
@@ -101,7 +101,8 @@ def find(pattern: Pattern, node: fx.Node) -> Match | None:
     """The match of a pattern whose last result is this node; None where there is none."""
     for bound in _all_results(pattern, node):
         found = Match(pattern, bound)
-        nodes, results = set(found.nodes), found.results
+        nodes = set(found.nodes)
+        results = found.results
         others = {user for result in results[:-1] for user in readers(result)} - nodes
         is_late = all(user > node for user in others)  # all results are made where the last is
         is_whole = len(nodes) == len(pattern.steps)

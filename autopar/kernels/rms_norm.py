@@ -98,7 +98,7 @@ def arguments(found: Match) -> Mapping[str, Any] | None:
 
 
 _WEIGHED = "round = to(input=even, dtype=DTYPE)\nscaled = mul(input=weight, other=round)"
-WRITTEN: tuple[tuple[str, dict[str, bool]], ...] = (  # of rows x
+WRITTEN: tuple[tuple[str, dict[str, bool]], ...] = (  # spellings on rows x
     (f"wide = to(input=x, dtype=torch.float32){_ROOT}{_WEIGHED}", {"wide": True, "rounds": True}),
     (f"{_ROOT.replace('wide', 'x')}scaled = mul(input=weight, other=even)", {"wide": False, "rounds": True}),
     (

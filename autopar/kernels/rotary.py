@@ -30,7 +30,9 @@ y{n} = add(input=straight{n}, other=across{n})
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The ops of the group."""
     half = x.shape[-1] // 2
-    straight, first, second = x * cos, x.narrow(-1, 0, half), x.narrow(-1, half, half)
+    straight = x * cos
+    first = x.narrow(-1, 0, half)
+    second = x.narrow(-1, half, half)
     return straight + torch.cat([-second, first], -1) * sin
 
 
@@ -69,7 +71,8 @@ def kernel(X, Y, K, L, C, S, places, c_batch, c_place,
            IS_PAIR: tl.constexpr):  # fmt: skip
     """Turn some heads of one position per program: X in `parts` programs, then K in others where IS_PAIR."""
     row = tl.program_id(0).to(tl.int64)
-    place, batch = row % places, row // places
+    place = row % places
+    batch = row // places
     part = tl.program_id(1)
     if IS_PAIR:
         if part >= parts:
@@ -160,7 +163,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def are_served(found: Match, x: Any) -> bool:
     """Whether the kernel can rotate `x`: angles need no gradient, and are the same for all heads."""
     cos, sin = found["cos"], found["sin"]
-    shape, angles = type_of(x).shape, type_of(cos).shape
+    shape = type_of(x).shape
+    angles = type_of(cos).shape
     is_served = are_alike([x, cos, sin]) and not type_of(cos).requires_grad and not type_of(sin).requires_grad
     is_served &= len(shape) == 4 and found["DIM"] in (3, -1) and 2 * found["HALF"] == shape[3]
     is_served &= angles == type_of(sin).shape and len(angles) == 4

@@ -19,10 +19,10 @@ from torch import Tensor
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 
-MOST_COLUMNS = 16384  # of a row that is held
+MOST_COLUMNS = 16384  # longest row that a program holds
 WIDE, WIDE_WARPS = 4096, 8  # columns of a wider row that a program holds at a time
-COLUMNS, ROWS, WARPS = 128, 32, 4  # of a program of the second pass
-_PROGRAMS = 64  # of the second pass, of a multiprocessor
+COLUMNS, ROWS, WARPS = 128, 32, 4  # tile of a program of the second pass
+_PROGRAMS = 64  # programs of the second pass per multiprocessor
 FOLDED = 32, 32  # parts and columns that a program of the fold holds
 
 
@@ -84,7 +84,7 @@ def backward_kernel(DY, DS, X, W, DX, DW, DB, rows, columns, eps, programs, MEAN
             x = tl.where(inside, x - (sum_ / columns)[:, None], 0.0)
         squares, along = tl.split(tl.sum(tl.join(x * x, weighed * x), 1))
         root = tl.rsqrt(squares / columns + eps)
-        if AGAIN:  # from the nearest cache: told so, these are not the loads above
+        if AGAIN:  # The cache modifier keeps these loads from being merged with those above.
             x = tl.load(X + place, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
             dy = tl.load(DY + place, mask=inside, other=0.0, cache_modifier=".ca").to(tl.float32)
             weighed = dy * tl.load(W + at, mask=at < columns, other=0.0, cache_modifier=".ca").to(tl.float32)
@@ -240,15 +240,20 @@ def held_backward(columns: int, dtype: torch.dtype, means: bool, adds: bool, sha
     Loads run some stages ahead, as far as the `shared` bytes of shared memory of a block allow: loads under way lie
     there, and what threads exchange.
     """
-    block, is_half = _block(columns), dtype.itemsize == 2
+    block = _block(columns)
+    is_half = dtype.itemsize == 2
     if block <= 1024:
-        elements, stages = 4096 if is_half and not means else 2048, 4
+        elements = 4096 if is_half and not means else 2048
+        stages = 4
     elif block == 2048:
-        elements, stages = 4096, 3
+        elements = 4096
+        stages = 3
     elif block <= 8192:
-        elements, stages = 8192, 4 if means else 3
+        elements = 8192
+        stages = 4 if means else 3
     else:
-        elements, stages = block, 1
+        elements = block
+        stages = 1
     ahead = (shared - 4 * elements) // ((2 + adds) * elements * dtype.itemsize)
     tile = {"ROWS": max(1, elements // block), "BLOCK": block, "EVEN": columns == block, "AGAIN": block > 8192}
     warps = elements // 1024 if elements <= 8192 else 32
@@ -275,7 +280,8 @@ def normalised_rows(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sum_ = x if added is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        rows, count = x.contiguous(), y.numel() // columns
+        rows = x.contiguous()
+        count = y.numel() // columns
         other, s = (rows, rows) if added is None else (added.contiguous(), sum_)
         weights = weight.contiguous(), (weight if bias is None else bias).contiguous()
         how = {"MEANS": bias is not None, "ROUNDS": rounds, "ADDS": added is not None}
@@ -309,7 +315,7 @@ def gradients_of_rows(
     is_held = columns <= most_columns(x.dtype, means)
     at_once = backend.units(x) * max(1, 8 // tile["num_warps"])
     blocks = -(-columns // COLUMNS)
-    share = -(-rows // max(1, backend.units(x) * _PROGRAMS // blocks))  # of the rows, in the second pass of wide ones
+    share = -(-rows // max(1, backend.units(x) * _PROGRAMS // blocks))  # rows of a program of the second pass
     programs = min(-(-rows // tile["ROWS"]), at_once) if is_held else -(-rows // share)
     parts = [torch.empty((programs, columns), dtype=torch.float32, device=x.device) for _ in range(1 + means)]
     dw, db = parts[0], parts[-1]

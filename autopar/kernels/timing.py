@@ -25,7 +25,7 @@ from autopar.kernels.family import Family
 from autopar.kernels.measured import COMPILED
 from autopar.runtime.private import backward_again
 
-_SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # of the operands; the first in all dtypes
+_SHAPES: dict[str, Sequence[tuple[tuple[int, ...], ...]]] = {  # operand shapes; only the first is timed in every dtype
     "rms_norm": [((rows, d), (d,)) for rows, d in ((8192, 4096), (32768, 4096), (2048, 4096), (16384, 8192))],
     "add_rms_norm": [((rows, d), (rows, d), (d,)) for rows, d in ((8192, 4096), (32768, 4096), (4096, 16384))],
     "add_layer_norm": [((rows, d), (rows, d), (d,), (d,)) for rows, d in ((8192, 4096), (65536, 768))],
@@ -65,10 +65,10 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "gated": (0,),
     "bias_gelu": (1,),
     "cross_entropy": (-100, 0.0),
-    "cross_entropy_part": (-100, 0.0, (), 128256),  # what is exchanged is not timed
+    "cross_entropy_part": (-100, 0.0, (), 128256),  # exchanges are not timed
 }
-# places of the operands that backward reads beside gradients (one operand of a sum is as large as the sum), and of
-# those whose gradients it writes (a sum's operands share one gradient)
+# Indices of the operands that backward reads next to gradients (an operand of a sum is as large as the sum), then
+# indices of the operands whose gradients it writes (a sum's operands share one gradient).
 _BACK: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "rms_norm": ((0, 1), (0, 1)),
     "layer_norm": ((0, 1), (0, 1, 2)),
@@ -86,7 +86,7 @@ _BACK: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 }
 _STILL = {"rotary": 2, "rotary_pair": 2, "masked_softmax": 1}  # number of last operands that get no gradient
 log = logging.getLogger("autopar")
-_LEAST_S = 0.01  # of measuring one call on a CPU
+_LEAST_S = 0.01  # shortest measurement of a call on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,12 @@ class FamilyTimes:
     dtype: str
     shape: tuple[int, ...]
     kernel: Times
-    ops: Times  # that it stands for, one by one
-    compiled: Times  # what torch.compile makes of them
+    ops: Times  # the ops that the kernel replaces, one by one
+    compiled: Times  # the same ops under torch.compile
     liger: Times  # Liger-Kernel, where it is installed and has such a kernel
     floor_bytes: tuple[int, int]  # forward, and backward
     copied_s: tuple[float, float]  # a copy that moves as many, forward and backward
-    copied_bytes_per_s: float  # by a large copy on this device
+    copied_bytes_per_s: float  # rate of a large copy on this device
     peak_bytes: int
     is_right: bool  # does it give what the ops give?
 
@@ -193,7 +193,7 @@ def _row(
     is_alone = quick or device != "cuda"
     read, written = _BACK[family.name]
     moved = [*operands, *made], [*gradients, *(operands[i] for i in (*read, *written))]
-    floors = [sum(x.numel() * x.element_size() for x in each) for each in moved]
+    floors = [_nbytes(each) for each in moved]
     with backward_again():
         compiled = times(None if is_alone else torch.compile(family.reference, dynamic=False))
     return FamilyTimes(
@@ -230,9 +230,12 @@ def _numbers(name: str, x: Tensor) -> tuple[Any, ...]:
 
 def _step_of_adamw(device: str, copied: float, count: int) -> FamilyTimes:
     """A step on half-precision parameters with master copies, beside torch's fused step and its casts."""
-    half, wide = torch.randn(count, device=device, dtype=torch.bfloat16), torch.rand((3, count), device=device)
-    gradient, (master, average, squares) = torch.randn_like(half), wide
-    scale, rates = torch.full((), 0.5, device=device), adamw.Rates(1e-3, (0.9, 0.99), 1e-8, 0.1, 3)
+    half = torch.randn(count, device=device, dtype=torch.bfloat16)
+    wide = torch.rand((3, count), device=device)
+    gradient = torch.randn_like(half)
+    master, average, squares = wide
+    scale = torch.full((), 0.5, device=device)
+    rates = adamw.Rates(1e-3, (0.9, 0.99), 1e-8, 0.1, 3)
     p, g, m, v, w = (x[:4096].clone() for x in (half, gradient, average, squares, master))
     exact = [x.clone() for x in (w, m, v)]
     adamw.step(p, g, m, v, w, scale, rates)
@@ -253,7 +256,8 @@ def _step_of_adamw(device: str, copied: float, count: int) -> FamilyTimes:
 
     mine, torchs = Times(_median(step, device), 0.0), Times(_median(fused, device), 0.0)
     floor = count * (3 * half.element_size() + 24) - half.numel() * half.element_size()  # the half is written alone
-    shape, copy = (count,), (_copy_s(floor, device), 0.0)
+    shape = (count,)
+    copy = (_copy_s(floor, device), 0.0)
     return FamilyTimes(
         "adamw", "bfloat16", shape, mine, torchs, Times(), Times(), (floor, 0), copy, copied, 0, is_right
     )
@@ -296,10 +300,14 @@ def _of_liger(name: str) -> Callable[..., Any] | None:
     return functools.partial(_LIGER[name], liger) if name in _LIGER else None
 
 
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
 def _operands(name: str, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]], device: str) -> list[Tensor]:
     dice = torch.Generator(device).manual_seed(0)
     made = [torch.randn(shape, device=device, dtype=dtype, generator=dice) for shape in shapes]
-    if name.startswith("rotary"):  # as a projection leaves them: places before heads
+    if name.startswith("rotary"):  # A projection puts positions before heads.
         made = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in made]
     for x in made[: len(made) - _STILL.get(name, 0)]:
         x.requires_grad_()
@@ -357,7 +365,9 @@ def _captured(
     forward: Callable[[], tuple[Tensor, ...]], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A call and its backward as CUDA graphs to be replayed, without any Python."""
-    stream, call, back = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    call = torch.cuda.CUDAGraph()
+    back = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):  # kernels are compiled, and buffers made
@@ -368,7 +378,7 @@ def _captured(
         kept = forward()
     with torch.cuda.graph(back, stream=stream):
         found = torch.autograd.grad(results, wanted, gradients, retain_graph=True)
-    held = kept, found, results  # what a replay writes lives as long as it may run
+    held = kept, found, results  # Replays write to them, so they live as long as the graphs.
     return lambda: (call.replay(), held)[0], back.replay
 
 

@@ -33,7 +33,8 @@ def attention(arguments: Mapping[str, Any]) -> Rule:
 
 def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Attention written out, with dropout by position, or causal attention of local queries; else None."""
-    lies, causal = here.lies(0), call.arguments.get("is_causal")
+    lies = here.lies(0)
+    causal = call.arguments.get("is_causal")
     rank = len(call.arguments["query"].shape)
     if call.random < 0:
         if not causal or rank - 2 not in lies.cuts:
@@ -50,7 +51,9 @@ def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
             **how,
             "start": start_here(here, call.arguments["query"].shape, lies, rank - 2),
         }
-    out, key, leaves = call.outputs[0].shape, call.arguments["key"].shape, here.leaves()
+    out = call.outputs[0].shape
+    key = call.arguments["key"].shape
+    leaves = here.leaves()
     where = (*(cuts(here, out, leaves, d) for d in range(len(out) - 1)), ())
     return forms.attention_by_position, {
         **kwargs,
@@ -67,10 +70,11 @@ def kept(call: OpCall, kind: str) -> Line:
     Flash keeps one number per row; so does the memory-efficient kernel, and the mask that only it takes. Torch's plain
     form keeps the probabilities. With dropout, autopar's own form is written out as products.
     """
-    query, mask = call.arguments["query"], call.arguments.get("attn_mask")
+    query = call.arguments["query"]
+    mask = call.arguments.get("attn_mask")
     dropped = call.arguments.get("dropout_p", 0.0)
     if dropped and kind == "emitted":
-        # what the products read, laid out anew, the weights, those that are left, and the mask
+        # The products keep contiguous copies of their operands, the weights before and after dropout, and the mask.
         return Line.of("", **{kind: "3*points*itemsize + pairs*(2*itemsize + 1)"})
     is_wide = query.shape[-1] > 256 and kind == "cuda"
     if (dropped and kind == "cpu") or (is_wide and query.dtype == "float32"):
@@ -108,7 +112,9 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tu
     whole = call.arguments["query"]
     if query[-2] == whole.shape[-2] or not call.arguments.get("is_causal") or call.random >= 0:
         return 0, 0
-    rows, width, itemsize = math.prod(query[:-1]), value[-1], whole.itemsize
+    rows = math.prod(query[:-1])
+    width = value[-1]
+    itemsize = whole.itemsize
     accumulate = max(4, itemsize)
     forward = rows * ((3 * width + 3) * accumulate - width * itemsize)
     backward = itemsize * math.prod(query)

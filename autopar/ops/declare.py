@@ -23,7 +23,8 @@ def rule(op: Any, text: str, linear: str = "") -> None:
     inside (`^`) or made here (`*`) needs a local form of the op, which computes something else on a part than on the
     whole.
     """
-    name, said = _name(op), parse(text, linear)
+    name = _name(op)
+    said = parse(text, linear)
     check_marks(name, said)
     FACTS.setdefault(name, Facts()).rule = said
     frame: Any = sys._getframe(1)
@@ -33,7 +34,7 @@ def rule(op: Any, text: str, linear: str = "") -> None:
 
 
 def users_rule(name: str) -> str:
-    """The line that says an op's rule, where a user has said it and no test proves it; "" for a rule of autopar's."""
+    """The line of a user's rule, which no test proves; "" for a rule of autopar's."""
     if name in WHOLE:
         return WHOLE[name]
     return f"the entry of {name}" if name in FACTS and name not in PROVEN else ""

@@ -73,7 +73,8 @@ def channels_dropped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
     Without a batch dim, where torch has rules of its own, channels come first.
     """
-    shape, name = call.outputs[0].shape, call.op
+    shape = call.outputs[0].shape
+    name = call.op
     leading = 1 if (name, len(shape)) in (("dropout1d", 2), ("dropout3d", 4)) else 2
     if name == "alpha_dropout":
         leading = len(shape)
@@ -87,7 +88,8 @@ def channels_dropped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 def filled_with_draws(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The local form of a new tensor of draws, from the distribution that the op's name says."""
-    made, kind = call.outputs[0], call.op.removesuffix("_like")
+    made = call.outputs[0]
+    kind = call.op.removesuffix("_like")
     numbers = {_NUMBERS.get(k, k): v for k, v in kwargs.items() if k in ("a", "b") or k in _NUMBERS}
     return forms.drawn_by_position, {
         "kind": _KINDS.get(kind, kind),

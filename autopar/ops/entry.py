@@ -136,9 +136,9 @@ class OnACopy:
 class Line:
     """The values that an op keeps for its backward."""
 
-    # names of arguments, and "out"; with each the argument whose gradient needs it, "" where any does
+    # Names of arguments, and "out"; with each the argument whose gradient needs it, "" where any does.
     values: tuple[tuple[str, str], ...]
-    # what it makes besides: a kind of device, bytes, and the argument as which that is cut; "": the first operand
+    # Other saved tensors: kind of device, bytes, and the argument as which they are cut; "": the first operand.
     extra: tuple[tuple[str, str, str], ...] = ()
 
     @staticmethod
@@ -161,50 +161,50 @@ class Facts:
 
     rule: Rule | RuleFunction | None = None  # how it may be cut: `docs/rules.md`
     serves: str = ""  # the marks of rules that its local form or its local shape serves
-    form: FormFunction | None = None  # its local form, which computes it on a part where the op itself will not do
-    # all-reduces in its local form, forward and backward, where what it counts or reduces is cut
+    form: FormFunction | None = None  # the local form: computes a part where the op itself would be wrong
+    # All-reduces in the local form, forward and backward, where a counted or reduced dim is cut.
     exchanges: tuple[int, int] | Callable[[OpCall], tuple[int, int]] = (0, 0)
-    draws: bool = False  # it is random; its form draws by the position in the whole tensor
+    draws: bool = False  # random: the local form draws by the position in the whole tensor
     keeps: Line | Callable[[OpCall, str], Line] | None = None  # saved for backward, by kind of device; None: everything
     work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = None  # temporary bytes, forward and backward
-    # more temporary bytes of its local form, on a device that holds parts of these shapes of each operand
+    # More temporary bytes of the local form, on a device that holds parts of these shapes of each operand.
     part_work: Callable[[OpCall, Any, str], tuple[int, int]] | None = None
-    # bytes that its local form keeps for its backward besides, on a device that holds parts of these shapes
+    # More bytes that the local form saves for backward, on a device that holds parts of these shapes.
     part_keeps: Callable[[OpCall, Any], int] | None = None
-    flops: tuple[float, str] | None = None  # of a product: FLOPs per point of its factors, but those of this pattern
-    windows: bool = False  # it reads windows of its input, from memory: a product's kernels are not those of rows
-    heads: bool = False  # it is attention: its kernels are timed by the width of heads and the length of the sequence
-    # how often forward reads its first operand: twice where sums over that have to be known before it is used
+    flops: tuple[float, str] | None = None  # a product's FLOPs per point of its factors except this pattern's
+    windows: bool = False  # reads windows of its input; a product then has other kernels than one of rows
+    heads: bool = False  # attention: kernels are timed by head width and sequence length
+    # Number of times that forward reads its first operand: twice where sums over it are needed first.
     reads: int = 1
-    free: bool = False  # it is a view, and takes no time
-    same: bool = False  # applied to a parameter it gives the parameter in another form: a cast, or another shape
-    moved: bool = False  # its result has numbers of its operand as they are, at other places
-    # of a view: the op that carries a write to it back to its base
+    free: bool = False  # a view, which takes no time
+    same: bool = False  # a cast or a reshape, which a sharded parameter may pass before it is gathered
+    moved: bool = False  # moves elements of its operand without changing them
+    # A view's inverse: carries a write to the view back to its base.
     inverse: Callable[[WrittenView], Any] | None = None
-    truth: bool = False  # its result is boolean
-    overwrites: bool = False  # its result has the shape of its operand, whose numbers do not matter
-    one_dtype: bool = False  # its operands are all of one dtype
-    one_gradient: bool = False  # its gradient is the same number on every device, never partial
-    loss: bool = False  # it has a reduction, which the graph makes an op of its own
+    truth: bool = False  # the result is boolean
+    overwrites: bool = False  # the result has the operand's shape, and ignores its values
+    one_dtype: bool = False  # all operands have one dtype
+    one_gradient: bool = False  # the gradient is the same number on every device, never partial
+    loss: bool = False  # has a reduction, which becomes an op of its own in the graph
     joint: bool = False  # one kernel gives the gradients of all operands, where a product has one for each
     spreads: bool = False  # the gradient of an operand that is broadcast is a sum of its own
-    timed: Callable[[Mapping[str, Any]], str] | None = None  # the name of its time, where that depends on the call
-    # what its time depends on beside its amount of work: the size of an operand's dim (operand, dim), or INTENSITY
+    timed: Callable[[Mapping[str, Any]], str] | None = None  # name of its measured time, where a call decides it
+    # Second variable of its time, next to the amount of work: a dim's size (operand, dim), or INTENSITY.
     second_size: tuple[int, int] | str | None = None
-    # completes arguments that a call leaves to torch
+    # Completes arguments that a call leaves to torch.
     settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
     counts: str = ""  # the pattern of factors along which its local form counts positions
-    # how padding goes through it, where its rule does not say all: a key of `module/reach/transfers.py`
+    # Key of `module/reach/transfers.py`: how padding passes through, where the rule does not say all.
     reach: str = ""
-    sized: bool = False  # its arguments may be sizes that follow the length of an input
-    neutral: float | None = None  # of a reduction: its neutral element
+    sized: bool = False  # arguments may be sizes that follow the length of an input
+    neutral: float | None = None  # a reduction's neutral element
 
 
 OPS: dict[str, Op] = {}
 FACTS: dict[str, Facts] = {}
 PROVEN: set[str] = set()  # ops of autopar's own table, whose rules its tests prove
 SPELLINGS: dict[Callable[..., Any], tuple[Op, inspect.Signature]] = {}
-# by op that writes to arguments: its pure form, the arguments that it writes, and the flag under which it does
+# Name of an op that writes -> its pure form, the arguments that it writes, and the flag under which it does.
 WRITES: dict[str, tuple[Op, tuple[str, ...], str]] = {}
 # a function of torch whose calls are read one by one: an op and its arguments, another function that means the same, or
 # None where the function is spelled by an entry
@@ -299,7 +299,7 @@ def _check_form(name: str, known: Facts) -> None:
 
 
 def exchanges_of(call: OpCall) -> tuple[int, int]:
-    """The all-reduces of a call's local form, forward and backward, where what it counts or reduces is cut."""
+    """The all-reduces of a call's local form, forward and backward, where a counted or reduced dim is cut."""
     exchanges = facts_of(call.op).exchanges
     return exchanges(call) if callable(exchanges) else exchanges
 

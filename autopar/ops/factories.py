@@ -32,7 +32,8 @@ def arange(arguments: Mapping[str, Any]) -> Rule:
 
 def part_of_count(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The local form of a count that is cut; else None."""
-    made, lies = call.outputs[0], here.leaves()
+    made = call.outputs[0]
+    lies = here.leaves()
     if 0 not in lies.cuts:
         return None
     return forms.arange_part, {

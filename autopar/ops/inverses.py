@@ -17,12 +17,12 @@ from typing import Any
 class WrittenView:
     """A view with a new value, and the tensor that it was taken of."""
 
-    arguments: Mapping[str, Any]  # of the view's op,
-    output: int | None  # and which of its outputs the view is; None: the only one
-    shape: tuple[int, ...]  # of the tensor that it was taken of
-    before: Any  # that tensor before the write
+    arguments: Mapping[str, Any]  # arguments of the view's op
+    output: int | None  # index of the view among the op's outputs; None: the only one
+    shape: tuple[int, ...]  # the base's shape
+    before: Any  # the base before the write
     value: Any  # the view's new value
-    emit: Callable[..., Any]  # an op by its name on these arguments, of that tensor's type
+    emit: Callable[..., Any]  # emits the op of a name with these arguments, whose result has the base's type
 
 
 def same(written: WrittenView) -> Any:
@@ -55,7 +55,8 @@ def narrow(written: WrittenView) -> Any:
 
 
 def split(written: WrittenView) -> Any:
-    how, output = written.arguments, written.output
+    how = written.arguments
+    output = written.output
     if output is None:
         return None
     start = sum(how["sections"][:output])
@@ -72,7 +73,8 @@ def select(written: WrittenView) -> Any:
 
 
 def unbind(written: WrittenView) -> Any:
-    dim, output = written.arguments.get("dim", 0), written.output
+    dim = written.arguments.get("dim", 0)
+    output = written.output
     if output is None:
         return None
     return written.emit("select_scatter", input=written.before, src=written.value, dim=dim, index=output)

@@ -73,7 +73,8 @@ def local_sizes(here: Here, call: OpCall) -> tuple[int, ...]:
 
 def cuts(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> tuple[tuple[str, int], ...]:
     """The axes that cut a dim, major first, each with the size that the dim has on this device before it."""
-    found, order = [], sharding.cuts.get(dim, [])
+    found = []
+    order = sharding.cuts.get(dim, [])
     for i, axis in enumerate(order):
         before = tuple(p if a in order[:i] else R for a, p in enumerate(sharding.placements))
         outer = Sharding(before, sharding.order)
@@ -83,7 +84,8 @@ def cuts(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> tu
 
 def start_here(here: Here, shape: tuple[int, ...], sharding: Sharding, dim: int) -> int:
     """Index in the whole dim at which this device's part begins."""
-    start, size = 0, shape[dim]
+    start = 0
+    size = shape[dim]
     for axis in sharding.cuts.get(dim, []):
         before, size = part(size, here.mesh.shape[axis], here.coordinate[axis])
         start += before

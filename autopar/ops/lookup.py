@@ -17,7 +17,7 @@ from autopar.runtime.private import ATEN_OPS, FUNCTIONS_OF_C, OpOverload
 _T = Tensor
 _LAYOUT = frozenset(
     {"how", "memory_format", "non_blocking", "copy", "sparse_grad", "_stacklevel", "inplace", "out"}
-)  # what names no value: layout, device, warnings
+)  # layout, device and warnings: they change no value
 _MAKERS = frozenset(
     "arange as_tensor asarray bartlett_window blackman_window complex empty empty_strided eye full hamming_window "
     "hann_window kaiser_window linspace logspace normal ones rand randint randn "
@@ -214,7 +214,8 @@ def _named(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _arange(canonical: Op, named: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
-    bounds, how = list(named.get("bounds", ())), named.get("how", {})
+    bounds = list(named.get("bounds", ()))
+    how = named.get("how", {})
     if len(bounds) == 1 and "end" not in how:
         bounds = [0, *bounds]
     start = bounds[0] if bounds else how.get("start", 0)

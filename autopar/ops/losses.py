@@ -35,7 +35,8 @@ def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
     On a cut vocabulary the log-sum-exp counts once, and the target's logit on the device that has it. Without its
     reduction each token is by itself, and its classes stay whole.
     """
-    logits, target = arguments["input"], arguments["target"]
+    logits = arguments["input"]
+    target = arguments["target"]
     reduction = arguments.get("reduction", "mean")
     if (
         reduction == "mean"
@@ -61,8 +62,9 @@ def classes_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def exchanged(call: OpCall) -> tuple[int, int]:
-    """All-reduces of a loss over cut classes: of the maximum, of the sum, and of weights, which smoothing adds up."""
-    weighted, smoothed = call.arguments.get("weight") is not None, bool(call.arguments.get("label_smoothing"))
+    """All-reduces of a loss over cut classes: the maximum, the sum, and what weights add to them."""
+    weighted = call.arguments.get("weight") is not None
+    smoothed = bool(call.arguments.get("label_smoothing"))
     return 2 + weighted + (weighted and smoothed), 0
 
 

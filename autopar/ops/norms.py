@@ -30,7 +30,8 @@ def rms_norm(arguments: Mapping[str, Any]) -> Rule:
 def group_norm(arguments: Mapping[str, Any]) -> Rule:
     """Rows and groups may be cut; the channels of a group and positions stay whole."""
     inside = arguments["input"].shape[1] // arguments["num_groups"]
-    c, s = f"(g c:{inside}!)", _spatial(len(arguments["input"].shape), 2, "s")
+    c = f"(g c:{inside}!)"
+    s = _spatial(len(arguments["input"].shape), 2, "s")
     return parse(f"n {c} {s}, {c}, {c} -> n {c} {s}", linear="y+z")
 
 
@@ -41,7 +42,8 @@ def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
     each channel, and positions and batch are cut without a local form.
     """
     training = arguments.get("training", False)
-    rank, mark = len(arguments["input"].shape), "^" if training else ""
+    rank = len(arguments["input"].shape)
+    mark = "^" if training else ""
     if rank < 2:
         return None
     rest = " ".join(f"s{i}{mark}" for i in range(rank - 2))
@@ -54,7 +56,8 @@ def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
 
 def instance_norm(arguments: Mapping[str, Any]) -> Rule:
     """Rows and channels may be cut; with running statistics, which are of all rows, only channels."""
-    s, updates = _spatial(len(arguments["input"].shape), 2, "s"), len(arguments["outputs"]) > 1
+    s = _spatial(len(arguments["input"].shape), 2, "s")
+    updates = len(arguments["outputs"]) > 1
     row = f"{'n!' if updates else 'n'} c {s}"
     return parse(
         f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}",
@@ -67,8 +70,10 @@ def weight_norm(arguments: Mapping[str, Any]) -> Rule:
 
     dim=-1, in torch, means one length of all: a single number, and all dims stay whole.
     """
-    dim, rank = arguments.get("dim", 0), len(arguments["v"].shape)
-    v, g = whole_dims("a", rank), whole_dims("g", len(arguments["g"].shape))
+    dim = arguments.get("dim", 0)
+    rank = len(arguments["v"].shape)
+    v = whole_dims("a", rank)
+    g = whole_dims("g", len(arguments["g"].shape))
     if dim != -1:
         v[dim] = g[dim] = "o"
     return parse(f"{' '.join(v)}, {' '.join(g)} -> {' '.join(v)}", linear="y")

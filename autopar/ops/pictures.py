@@ -34,7 +34,8 @@ def largest_and_where(arguments: Mapping[str, Any]) -> Rule:
 
 def unpooled(arguments: Mapping[str, Any]) -> Rule:
     """Batch and channels may be cut, positions stay whole: indices count in each image by itself."""
-    rank, spatial = len(arguments["input"].shape), int(arguments["op"][-2])
+    rank = len(arguments["input"].shape)
+    spatial = int(arguments["op"][-2])
     leading = [f"a{i}" for i in range(rank - spatial)]
     row = " ".join([*leading, *whole_dims("s", spatial)])
     return parse(f"{row}, {row} -> {' '.join([*leading, *whole_dims('t', spatial)])}", linear="x")
@@ -55,7 +56,8 @@ def channel_shuffle(arguments: Mapping[str, Any]) -> Rule:
 def grid_sample(arguments: Mapping[str, Any]) -> Rule:
     """Batch, channels and sampled places may be cut; the positions of images stay whole."""
     spatial = len(arguments["input"].shape) - 2
-    maps, places = " ".join(whole_dims("s", spatial)), " ".join(f"p{i}" for i in range(spatial))
+    maps = " ".join(whole_dims("s", spatial))
+    places = " ".join(f"p{i}" for i in range(spatial))
     return parse(f"n c {maps}, n {places} xy! -> n c {places}", linear="x")
 
 

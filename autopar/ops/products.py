@@ -51,15 +51,18 @@ def einsum(equation: str, operands: Sequence[Any]) -> Tensor:
     if letters is None or all(n != 1 for x in operands for n in x.shape):
         return torch.einsum(equation, *operands)
     (left, right), result = letters
-    batch, mine = [c for c in left if c in right and c in result], [c for c in left if c not in right]
-    summed, other = [c for c in left if c in right and c not in result], [c for c in right if c not in left]
+    batch = [c for c in left if c in right and c in result]
+    mine = [c for c in left if c not in right]
+    summed = [c for c in left if c in right and c not in result]
+    other = [c for c in right if c not in left]
     sizes = dict(zip(left + right, (*operands[0].shape, *operands[1].shape), strict=True))
 
     def turned(x: Tensor, names: str, *groups: list[str]) -> Tensor:
         return x.permute([names.index(c) for group in groups for c in group])
 
     def matrices(x: Tensor, names: str, *groups: list[str]) -> Tensor:
-        return turned(x, names, *groups).reshape([math.prod(sizes[c] for c in group) for group in groups])
+        shape = [math.prod(map(sizes.__getitem__, group)) for group in groups]
+        return turned(x, names, *groups).reshape(shape)
 
     made = [*batch, *mine, *other]
     order = [made.index(c) for c in result]
@@ -128,7 +131,8 @@ def einsum_rule(arguments: Mapping[str, Any]) -> Rule | None:
     if not isinstance(arguments["equation"], str) or not all(hasattr(t, "shape") for t in arguments["operands"]):
         return None
     left, arrow, right = arguments["equation"].replace(" ", "").partition("->")
-    pieces, ranks = left.split(","), [len(t.shape) for t in arguments["operands"]]
+    pieces = left.split(",")
+    ranks = [len(t.shape) for t in arguments["operands"]]
     if len(pieces) != len(ranks):
         return None
     dots = max((n - len(p.replace("...", "")) for p, n in zip(pieces, ranks, strict=True) if "..." in p), default=0)
@@ -155,18 +159,22 @@ def convolution(arguments: Mapping[str, Any]) -> Rule:
 
     Positions stay whole.
     """
-    given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
+    given = arguments["input"]
+    weight = arguments["weight"]
+    groups = arguments.get("groups", 1)
     n, here, kernel, there = _convolved(given, weight)
     if groups == 1:
         return parse(f"{n} c {here}, o c {kernel}, o -> {n} o {there}", linear="x+z, y+z")
-    inside, outside = weight.shape[1], weight.shape[0] // groups
+    inside = weight.shape[1]
+    outside = weight.shape[0] // groups
     c, o = f"(g c:{inside})", f"(g o:{outside})"
     return parse(f"{n} {c} {here}, {o} c! {kernel}, {o} -> {n} {o} {there}", linear="x+z, y+z")
 
 
 def timed_convolution(arguments: Mapping[str, Any]) -> str:
     """Name of the time: windows of one point, and windows that do not overlap, run as plain products."""
-    kernel, stride = arguments["weight"].shape[2:], arguments.get("stride", 1)
+    kernel = arguments["weight"].shape[2:]
+    stride = arguments.get("stride", 1)
     steps = [stride] * len(kernel) if isinstance(stride, int) else list(stride)
     if all(size == 1 for size in kernel):
         return f"conv{len(kernel)}d points"
@@ -179,7 +187,9 @@ def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
 
     The weight has its input channels first.
     """
-    given, weight, groups = arguments["input"], arguments["weight"], arguments.get("groups", 1)
+    given = arguments["input"]
+    weight = arguments["weight"]
+    groups = arguments.get("groups", 1)
     n, here, kernel, there = _convolved(given, weight)
     if groups == 1:
         return parse(f"{n} c {here}, c o {kernel}, o -> {n} o {there}", linear="x+z, y+z")

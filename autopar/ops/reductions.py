@@ -44,7 +44,7 @@ def reduction_of_parts(arguments: Mapping[str, Any]) -> Rule:
 
 
 def reduced_whole(arguments: Mapping[str, Any]) -> Rule:
-    """Reduced dims stay whole, as these are no sums; without a dim all are reduced."""
+    """Reduced dims stay whole, as these reductions are not sums; without a dim all are reduced."""
     return reduced(arguments, "!")
 
 
@@ -55,7 +55,8 @@ def picked(arguments: Mapping[str, Any]) -> Rule:
 
 def scanned(arguments: Mapping[str, Any]) -> Rule:
     """Every dim may be cut except the one that is scanned."""
-    letters, gone = letters_of(arguments["input"]), dims_of(arguments)
+    letters = letters_of(arguments["input"])
+    gone = dims_of(arguments)
     row = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
     return parse(f"{row} -> {', '.join([row] * len(arguments['outputs']))}")
 
@@ -83,7 +84,8 @@ def along_of_two(arguments: Mapping[str, Any]) -> Rule | None:
 
 def quantile(arguments: Mapping[str, Any]) -> Rule:
     """The searched dim stays whole; several quantiles make a new first dim."""
-    letters, gone = letters_of(arguments["input"]), dims_of(arguments)
+    letters = letters_of(arguments["input"])
+    gone = dims_of(arguments)
     asked = ["q!"] if getattr(arguments["q"], "shape", ()) else []
     kept = [i for i in range(len(letters)) if i not in gone or arguments.get("keepdim")]
     left = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
@@ -105,7 +107,7 @@ def along_and_linear(arguments: Mapping[str, Any]) -> Rule:
 def changed_along(arguments: Mapping[str, Any]) -> Rule:
     """One dim stays whole, and may have another size in the output."""
     letters = letters_of(arguments["input"])
-    if not letters:  # of one number there is nothing to choose
+    if not letters:  # A single number has no dim.
         return parse(f" -> {', '.join([''] * len(arguments['outputs']))}")
     gone = arguments.get("dim", -1) % len(letters)
     row = " ".join("out!" if i == gone else a for i, a in enumerate(letters))
@@ -115,7 +117,8 @@ def changed_along(arguments: Mapping[str, Any]) -> Rule:
 
 def diff(arguments: Mapping[str, Any]) -> Rule:
     """The dim of differences stays whole, and so do the tensors that are prepended or appended."""
-    letters, gone = letters_of(arguments["input"]), arguments.get("dim", -1) % len(arguments["input"].shape)
+    letters = letters_of(arguments["input"])
+    gone = arguments.get("dim", -1) % len(arguments["input"].shape)
 
     def row(name: str) -> str:
         return " ".join([*letters[:gone], f"{name}!", *letters[gone + 1 :]])
@@ -126,7 +129,8 @@ def diff(arguments: Mapping[str, Any]) -> Rule:
 
 def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The local form of a reduction over a cut dim: partial results, reduced over devices; else None."""
-    lies, gone = here.lies(0), dims_of(call.arguments)
+    lies = here.lies(0)
+    gone = dims_of(call.arguments)
     axes = [here.mesh.axes[a] for d, order in lies.cuts.items() if d in gone for a in order]
     if not axes:
         return None
@@ -136,7 +140,7 @@ def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 
 
 def exchanged(call: OpCall) -> tuple[int, int]:
-    """All-reduces of a maximum: of the value, and of the number of those that attain it, which shares the gradient."""
+    """All-reduces of a maximum: its value and, for the gradient, the number of entries that attain it."""
     return (2 if "float" in call.outputs[0].dtype else 1), 0
 
 
@@ -165,7 +169,8 @@ def spread_arguments(
 ) -> dict[str, Any]:
     """The canonical arguments of a variance or deviation, for which torch has three signatures."""
     if isinstance(dim, bool):
-        dim, unbiased = None, dim
+        unbiased = dim
+        dim = None
     dim = axis if dim is None else dim
     degrees = correction
     if degrees is None:

@@ -22,11 +22,14 @@ def view_rule(arguments: Mapping[str, Any]) -> Rule:
 
     In a first dim that is flattened, (batch, sequence, ...), the sequence may be cut inside each batch.
     """
-    before, after = arguments["input"].shape, arguments["size"]
+    before = arguments["input"].shape
+    after = arguments["size"]
     if math.prod(before) == 0:
         left, right = whole_dims("a", len(before)), whole_dims("b", len(after))
         return parse(" ".join(left) + " -> " + " ".join(right), linear="x")
-    left, right, names = list[str](), list[str](), 0
+    left = list[str]()
+    right = list[str]()
+    names = 0
     for group in _groups(before, after):
         marks = sorted({1, *_products(group[0]), *_products(group[1])})
         if all(y % x == 0 for x, y in itertools.pairwise(marks)):
@@ -48,9 +51,11 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[Seque
         i, j = min(i + 1, len(before)), min(j + 1, len(after))
         while left != right:
             if left < right:
-                left, i = left * before[i], i + 1
+                left *= before[i]
+                i += 1
             else:
-                right, j = right * after[j], j + 1
+                right *= after[j]
+                j += 1
         yield before[a:i], after[b:j]
 
 

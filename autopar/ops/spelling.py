@@ -41,7 +41,8 @@ def reduced(arguments: Mapping[str, Any], mark: str, default: int | None = None)
 
     All dims are reduced where the call names none and `default` is None.
     """
-    letters, gone = letters_of(arguments["input"]), dims_of(arguments, default)
+    letters = letters_of(arguments["input"])
+    gone = dims_of(arguments, default)
     left = " ".join(f"{a}{mark}" if i in gone else a for i, a in enumerate(letters))
     kept = [i for i in range(len(letters)) if i not in gone or arguments.get("keepdim")]
     row = " ".join("1" if i in gone else letters[i] for i in kept)

@@ -106,7 +106,8 @@ def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
     found = _looked_into(arguments["input"], arguments["index"], "!")
     if found is None:
         return None
-    left, out = " ".join(found.tensor), found.result
+    left = " ".join(found.tensor)
+    out = found.result
     value = getattr(arguments["value"], "shape", None)
     if value is None:
         return parse(f"{left}, {found.operands},  -> {left}")
@@ -141,10 +142,10 @@ def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
 class IndexLetters(NamedTuple):
     """Letters of x[:, i, j, ...], whose index holds tensors."""
 
-    tensor: list[str]  # of the dims of x
-    operands: str  # of the tensors in the index, with an empty row for each other entry
-    result: list[str]  # of the dims of x[:, i, j, ...]
-    dtype: str  # of i
+    tensor: list[str]  # letters of x
+    operands: str  # letters of the tensors in the index, empty for each other entry
+    result: list[str]  # letters of x[:, i, j, ...]
+    dtype: str  # dtype of the first tensor in the index
 
 
 def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
@@ -237,7 +238,9 @@ def index_select(arguments: Mapping[str, Any]) -> Rule | None:
 
 def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """Dims other than the scattered one may be cut where all operands agree in size."""
-    given, index, source = arguments["input"].shape, arguments["index"].shape, getattr(arguments["src"], "shape", None)
+    given = arguments["input"].shape
+    index = arguments["index"].shape
+    source = getattr(arguments["src"], "shape", None)
     if not given or len(given) != len(index) or (source is not None and len(source) != len(given)):
         return None
     dim = arguments["dim"] % len(given)
@@ -264,7 +267,8 @@ def one_hot(arguments: Mapping[str, Any]) -> Rule:
 
 def indexed(arguments: Mapping[str, Any]) -> Rule | None:
     """The dim that is looked into stays whole, and so does the index; other dims are cut alike."""
-    given, source = arguments["input"], arguments.get("source", arguments.get("value"))
+    given = arguments["input"]
+    source = arguments.get("source", arguments.get("value"))
     rank = len(given.shape)
     if rank == 0:
         return None
@@ -309,7 +313,9 @@ def take(arguments: Mapping[str, Any]) -> Rule:
 
 def take_along_dim(arguments: Mapping[str, Any]) -> Rule | None:
     """As for gather, where both have the same dims beside the one that is looked along."""
-    given, index, dim = arguments["input"].shape, arguments["indices"].shape, arguments.get("dim")
+    given = arguments["input"].shape
+    index = arguments["indices"].shape
+    dim = arguments.get("dim")
     if dim is None or len(given) != len(index) or not given:
         return None
     rows: tuple[list[str], list[str]] = ([], [])
@@ -334,7 +340,8 @@ def counted(arguments: Mapping[str, Any]) -> Rule | None:
 
 def searchsorted(arguments: Mapping[str, Any]) -> Rule | None:
     """Values and leading dims may be cut; each sorted row stays whole."""
-    rows, values = arguments["sorted_sequence"], arguments.get("input")
+    rows = arguments["sorted_sequence"]
+    values = arguments.get("input")
     shape = getattr(values, "shape", None)
     if shape is None or arguments.get("sorter") is not None:
         return None
@@ -362,12 +369,12 @@ def embedding_bag(arguments: Mapping[str, Any]) -> Rule | None:
 
     The table stays whole, and so do tokens in bags by offsets.
     """
-    if arguments.get("max_norm") is not None:  # it writes to the table
+    if arguments.get("max_norm") is not None:  # The op then writes to the table.
         return None
     is_rows = len(arguments["input"].shape) == 2
     tokens, bags = ("b t!", "b") if is_rows else ("t!", "bags!")
     weights, offsets = arguments.get("per_sample_weights"), arguments.get("offsets")
-    features = "d!" if getattr(weights, "requires_grad", False) else "d"  # its gradient is a sum over features
+    features = "d!" if getattr(weights, "requires_grad", False) else "d"  # The weights' gradient sums over features.
     rare = arguments.get("scale_grad_by_freq") and is_rows  # how often a token comes in all rows counts
     tokens, bags = (tokens.replace("b ", "b! "), "b!") if rare else (tokens, bags)
     return parse(

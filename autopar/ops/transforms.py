@@ -16,14 +16,14 @@ from autopar.sharding.notation import Rule
 
 def transformed(arguments: Mapping[str, Any]) -> Rule:
     """Dims that a transform reads along stay whole, and may get another size."""
-    letters, rank = letters_of(arguments["input"]), len(arguments["input"].shape)
-    if arguments.get("dim") is None and arguments.get("s") is not None:  # as many of the last dims as have a size
+    letters = letters_of(arguments["input"])
+    rank = len(arguments["input"].shape)
+    if arguments.get("dim") is None and arguments.get("s") is not None:  # The sizes are those of the last dims.
         dims = set(range(rank - len(arguments["s"]), rank))
     else:
         dims = dims_of(arguments, _DIM[arguments["op"]])
-    before, after = (
-        " ".join(f"{prefix}{d}!" if d in dims else a for d, a in enumerate(letters)) for prefix in ("t", "f")
-    )
+    before = " ".join(f"t{d}!" if d in dims else a for d, a in enumerate(letters))
+    after = " ".join(f"f{d}!" if d in dims else a for d, a in enumerate(letters))
     return parse(f"{before} -> {after}", linear="x")
 
 
@@ -35,8 +35,12 @@ def moved(arguments: Mapping[str, Any]) -> Rule:
 
 
 def of_windows(arguments: Mapping[str, Any]) -> Rule:
-    """A transform of each window of a signal, or back: batches may be cut. Windows are linear in forward alone."""
-    signal, out = len(arguments["input"].shape), len(arguments["outputs"][0].shape)
+    """A transform of each window of a signal, or back: batches may be cut.
+
+    Windows are linear in forward alone.
+    """
+    signal = len(arguments["input"].shape)
+    out = len(arguments["outputs"][0].shape)
     rest = 1 if arguments["op"] == "stft" else 3 if not arguments["input"].torch_dtype.is_complex else 2
     batch = ["b"] if signal > rest else []
     rows = " ".join([*batch, *whole_dims("t", signal - len(batch))])

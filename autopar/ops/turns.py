@@ -59,13 +59,16 @@ def sum_of_chunks(input: Tensor) -> Tensor:
 
 def rows_of_blocks(arguments: Mapping[str, Any]) -> Rule:
     """The rows of a block stay whole; blocks of rows and all other dims may be cut."""
-    shape, dim, size = arguments["input"].shape, arguments["dim"], arguments["size"]
+    shape = arguments["input"].shape
+    dim = arguments["dim"]
+    size = arguments["size"]
     blocks = shape[dim] // size
-    before, after = (
-        [f"a{d}" if d != dim else f"(b:{blocks} {rows}!)" if blocks > 1 else f"{rows}!" for d in range(len(shape))]
-        for rows in ("all", "some")
-    )
-    return parse(f"{' '.join(before)} -> {' '.join(after)}", linear="x")
+
+    def letters(rows: str) -> str:
+        of_dim = f"(b:{blocks} {rows}!)" if blocks > 1 else f"{rows}!"
+        return " ".join(of_dim if d == dim else f"a{d}" for d in range(len(shape)))
+
+    return parse(f"{letters('all')} -> {letters('some')}", linear="x")
 
 
 def as_one_chunk(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:

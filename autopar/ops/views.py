@@ -99,7 +99,8 @@ def split_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """The parts stand end to end in the operand: they are cut together, each by itself."""
     if 0 in arguments["sections"]:
         return None
-    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    letters = letters_of(arguments["input"])
+    dim = arguments.get("dim", 0) % len(arguments["input"].shape)
     parts = [f"p{i}" for i in range(len(arguments["sections"]))]
     rows = [" ".join([*letters[:dim], p, *letters[dim + 1 :]]) for p in ("|".join(parts), *parts)]
     return parse(f"{rows[0]} -> {', '.join(rows[1:])}", linear="x")
@@ -108,7 +109,8 @@ def split_rule(arguments: Mapping[str, Any]) -> Rule | None:
 def cat(arguments: Mapping[str, Any]) -> Rule:
     """The operands stand end to end in the output."""
     tensors = arguments["tensors"]
-    letters, dim = letters_of(tensors[0]), arguments.get("dim", 0) % len(tensors[0].shape)
+    letters = letters_of(tensors[0])
+    dim = arguments.get("dim", 0) % len(tensors[0].shape)
     parts = [f"p{i}" for i in range(len(tensors))]
     rows = [" ".join([*letters[:dim], p, *letters[dim + 1 :]]) for p in (*parts, "|".join(parts))]
     return parse(f"{', '.join(rows[:-1])} -> {rows[-1]}", linear="+".join(NAMES[: len(tensors)]))
@@ -116,7 +118,8 @@ def cat(arguments: Mapping[str, Any]) -> Rule:
 
 def ranges(arguments: Mapping[str, Any]) -> Rule:
     """A dim of which a range is taken, or that is padded, stays whole."""
-    before, after = arguments["input"].shape, arguments["outputs"][0].shape
+    before = arguments["input"].shape
+    after = arguments["outputs"][0].shape
     letters = letters_of(arguments["input"])
     if "index" in arguments:
         gone = arguments["dim"] % len(before)
@@ -144,7 +147,8 @@ def ranges(arguments: Mapping[str, Any]) -> Rule:
 
 def expand_rule(arguments: Mapping[str, Any]) -> Rule:
     """Repeated dims are made on each device, as often as it needs."""
-    before, after = arguments["input"].shape, arguments["size"]
+    before = arguments["input"].shape
+    after = arguments["size"]
     extra = len(after) - len(before)
     left = ["1" if n == 1 and after[extra + i] != 1 else f"a{extra + i}" for i, n in enumerate(before)]
     right = [f"a{i}" if i >= extra and left[i - extra] != "1" else f"a{i}*" for i in range(len(after))]
@@ -154,7 +158,8 @@ def expand_rule(arguments: Mapping[str, Any]) -> Rule:
 def stack(arguments: Mapping[str, Any]) -> Rule:
     """The new dim stays whole; all others may be cut."""
     tensors = arguments["tensors"]
-    letters, rank = letters_of(tensors[0]), len(tensors[0].shape) + 1
+    letters = letters_of(tensors[0])
+    rank = len(tensors[0].shape) + 1
     dim = arguments.get("dim", 0) % rank
     return parse(
         f"{', '.join([' '.join(letters)] * len(tensors))} -> {' '.join([*letters[:dim], 'new!', *letters[dim:]])}",
@@ -163,7 +168,8 @@ def stack(arguments: Mapping[str, Any]) -> Rule:
 
 
 def unbind(arguments: Mapping[str, Any]) -> Rule:
-    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    letters = letters_of(arguments["input"])
+    dim = arguments.get("dim", 0) % len(arguments["input"].shape)
     row = " ".join(a for i, a in enumerate(letters) if i != dim)
     return parse(
         f"{' '.join(f'{a}!' if i == dim else a for i, a in enumerate(letters))} -> "
@@ -174,7 +180,8 @@ def unbind(arguments: Mapping[str, Any]) -> Rule:
 
 def repeat_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """A dim that is repeated stays whole."""
-    before, after = arguments["input"].shape, arguments["outputs"][0].shape
+    before = arguments["input"].shape
+    after = arguments["outputs"][0].shape
     repeats = arguments.get("repeats", arguments.get("dims"))
     if not isinstance(repeats, (int, tuple, list)) or (
         arguments["op"] == "repeat_interleave" and arguments.get("dim") is None
@@ -210,7 +217,8 @@ def triangle(arguments: Mapping[str, Any]) -> Rule:
 
 def diagonal(arguments: Mapping[str, Any]) -> Rule:
     """The two dims of the diagonal stay whole, whether it is read or written."""
-    letters, rank = letters_of(arguments["input"]), len(arguments["input"].shape)
+    letters = letters_of(arguments["input"])
+    rank = len(arguments["input"].shape)
     gone = {arguments.get("dim1", 0) % rank, arguments.get("dim2", 1) % rank}
     row = " ".join(f"{a}!" if i in gone else a for i, a in enumerate(letters))
     taken = f"{' '.join(a for i, a in enumerate(letters) if i not in gone)} diagonal!"
@@ -223,7 +231,8 @@ def diagonal(arguments: Mapping[str, Any]) -> Rule:
 
 def put(arguments: Mapping[str, Any]) -> Rule:
     """The dim along which values are written stays whole."""
-    letters, dim = letters_of(arguments["input"]), arguments.get("dim", 0) % len(arguments["input"].shape)
+    letters = letters_of(arguments["input"])
+    dim = arguments.get("dim", 0) % len(arguments["input"].shape)
     row = [f"{a}!" if i == dim else a for i, a in enumerate(letters)]
     source = (
         [a for i, a in enumerate(letters) if i != dim]
@@ -241,7 +250,8 @@ def copy_rule(arguments: Mapping[str, Any]) -> Rule:
 
 def diag_embed(arguments: Mapping[str, Any]) -> Rule:
     """The last dim stays whole and becomes a diagonal of two new dims; others may be cut."""
-    given, rank = arguments["input"].shape, len(arguments["outputs"][0].shape)
+    given = arguments["input"].shape
+    rank = len(arguments["outputs"][0].shape)
     new = {arguments.get("dim1", -2) % rank, arguments.get("dim2", -1) % rank}
     leading = iter([f"a{i}" for i in range(len(given) - 1)])
     out = [f"d{i}!" if i in new else next(leading) for i in range(rank)]
@@ -271,7 +281,8 @@ def unfold_rule(arguments: Mapping[str, Any]) -> Rule | None:
 
 def columns(arguments: Mapping[str, Any]) -> Rule:
     """Only the batch may be cut: channels and positions go together."""
-    given, made = len(arguments["input"].shape), len(arguments["outputs"][0].shape)
+    given = len(arguments["input"].shape)
+    made = len(arguments["outputs"][0].shape)
     batched = given == (4 if arguments["op"] == "im2col" else 3)
     first = ["n"] if batched else []
     left, right = [*first, *whole_dims("i", given - len(first))], [*first, *whole_dims("o", made - len(first))]

@@ -30,10 +30,10 @@ class Link:
     """Latency and bandwidth of one link level: inside a node, or between nodes."""
 
     name: str
-    latency_s: float  # of a call
+    latency_s: float  # seconds of the smallest call
     bytes_per_s: float
-    hop_s: float = 0.0  # from one device to the next, in a collective that goes around
-    # by kind of collective: bytes/s that a device moves, as it is counted in a bus bandwidth
+    hop_s: float = 0.0  # seconds from one device to the next in a ring collective
+    # (kind of collective, bytes/s that a device moves), counted as in a bus bandwidth.
     reached: tuple[tuple[str, float], ...] = ()
 
     def wire(self, kind: str) -> float:
@@ -93,13 +93,13 @@ class Cluster:
     devices_per_node: int
     nodes: int = 1
     sources: tuple[tuple[str, str], ...] = ()
-    measured: tuple[Measured, ...] = ()  # by `autopar calibrate`: they come before the links' figures
-    timed: tuple[Timed, ...] = ()  # by `autopar calibrate`: they come before the device's rates
+    measured: tuple[Measured, ...] = ()  # curves of `autopar calibrate`, preferred to the links' figures
+    timed: tuple[Timed, ...] = ()  # curves of `autopar calibrate`, preferred to the device's rates
     hidden: float = 1.0  # share of the shorter of concurrent compute and communication that is hidden
-    # seconds of a step's ops, relative to the sum of the seconds of each measured alone
+    # Seconds of a step's ops, relative to the sum of the seconds of each measured alone.
     together: float = 1.0
     step_s: float = 0.0  # fixed seconds of a step beside its ops: ranks that wait for each other, code around it
-    variation: float = 0.0  # of seconds between devices of one kind: standard deviation / mean
+    variation: float = 0.0  # standard deviation / mean of the seconds of devices of one kind
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
@@ -110,13 +110,15 @@ class Cluster:
         Where collectives of this `kind` were measured on such an axis, that is the only level. Ranks are row-major on
         the mesh and fill nodes in order. An axis that crosses nodes irregularly is as slow as between nodes.
         """
-        size, stride, node = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :]), self.devices_per_node
+        size = mesh.shape[axis]
+        stride = math.prod(mesh.shape[axis + 1 :])
+        node = self.devices_per_node
         for m in self.measured:
             if (m.kind, m.size, m.stride) == (kind, size, stride):
                 return ((size, m),)
         inner, outer = self.links[0], self.links[-1]
         if mesh.ranks:
-            counts = set[int]()  # of ranks of a group that share a node
+            counts = set[int]()  # numbers of ranks that a group has in one node
             for group in mesh.groups(axis):
                 counts.update(Counter(rank // node for rank in group).values())
             here = counts.pop() if len(counts) == 1 else 1
@@ -177,7 +179,8 @@ class Cluster:
     def save(self, path: str | Path) -> None:
         """Write the cluster as JSON that `Cluster.of(path)` reads."""
         data = asdict(self)
-        data["device"], data["sources"] = self.device.written(), dict(self.sources)
+        data["device"] = self.device.written()
+        data["sources"] = dict(self.sources)
         data["links"] = [{**asdict(link), "reached": dict(link.reached)} for link in self.links]
         Path(path).write_text(
             json.dumps({k: v for k, v in data.items() if k != "name"}, indent=2) + "\n", encoding="utf-8"

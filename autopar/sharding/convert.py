@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.letters import BadSharding
-from autopar.sharding.cluster import Cluster
+from autopar.sharding.cluster import Cluster, Link, Measured
 from autopar.sharding.cost_model import ALONE, CostModel, Message
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
@@ -38,13 +38,14 @@ class Step:
     kind: str
     axis: int
     dim: int = -1  # gathered or cut; for all_to_all: gathered
-    to_dim: int = -1  # for all_to_all: cut
-    blocks: tuple[int, ...] = ()  # that it cuts, as in S(dim, blocks)
+    to_dim: int = -1  # the dim that all_to_all cuts
+    blocks: tuple[int, ...] = ()  # blocks that are cut one by one, as in S(dim, blocks)
     to_blocks: tuple[int, ...] = ()
 
     def after(self, layout: Layout, mesh: DeviceMesh) -> Layout | None:
         """The layout after this step; None where the step cannot be taken."""
-        n, sums = mesh.shape[self.axis], layout.partial
+        n = mesh.shape[self.axis]
+        sums = layout.partial
         if self.kind in ("all_reduce", "reduce_scatter"):
             layout = replace(layout, partial=sums - {self.axis})
         if self.kind == "lodge":
@@ -86,7 +87,7 @@ KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "l
 
 _Tensor = tuple[tuple[int, ...], int, frozenset[Placement]]  # shape, bytes of an element, blocks it may be cut by
 _Form = tuple[tuple[int, ...], frozenset[Placement]]  # shape, and blocks that it may be cut by
-_Ways = list[dict[int, Step]]  # of each layout the step to each next one, by their numbers
+_Ways = list[dict[int, Step]]  # layout -> next layout -> the step between them, by their numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,14 @@ class _Graph:
     """The layouts of a tensor by number, and the steps between them."""
 
     index: Mapping[Layout, int]
-    steps: Sequence[Mapping[int, tuple[float, Step]]]  # of each layout the step to each next one, with its seconds
-    bytes: Sequence[int]  # of each layout, on the fullest device
+    steps: Sequence[Mapping[int, tuple[float, Step]]]  # layout -> next layout -> (seconds, step)
+    bytes: Sequence[int]  # layout -> bytes on the fullest device
 
     def routes(self, start: int, most_bytes: float) -> _Routes:
         """The cheapest paths from a layout, by Dijkstra's algorithm; none goes through one of more bytes."""
-        before, seconds, done = {start: start}, {start: 0.0}, set[int]()
+        before = {start: start}
+        seconds = {start: 0.0}
+        done = set[int]()
         queue = [(0.0, 0, start)]  # seconds, and of equal ones what was found first
         found = itertools.count(1)
         while queue:
@@ -122,7 +125,8 @@ class _Graph:
                 continue
             for j, (more, _) in self.steps[i].items():
                 if j not in seconds or (j not in done and at + more < seconds[j]):
-                    seconds[j], before[j] = at + more, i
+                    seconds[j] = at + more
+                    before[j] = i
                     heapq.heappush(queue, (at + more, next(found), j))
         return _Routes(self, before, seconds)
 
@@ -132,14 +136,15 @@ class _Routes:
     """The cheapest paths from one layout."""
 
     graph: _Graph
-    before: Mapping[int, int]  # of each layout that is reached, the one before it on its path
+    before: Mapping[int, int]  # layout that is reached -> the one before it on its path
     seconds: Mapping[int, float]
 
     def to(self, end: int) -> Path | None:
         """The path to a layout; None where there is none."""
         if end not in self.before:
             return None
-        steps, at = list[Step](), end
+        steps = list[Step]()
+        at = end
         while (before := self.before[at]) != at:
             steps.append(self.graph.steps[before][at][1])
             at = before
@@ -166,9 +171,12 @@ class ShapeConsistencyManager:
         self.costs = CostModel(cluster, mesh.size)
         self.most_bytes = most_bytes
         self.messages = messages or {}
-        axes = range(len(mesh.shape))
-        self._levels = {kind: [cluster.levels(mesh, a, kind) for a in axes] for kind in KINDS}
-        # found once for a shape, and kept as long as the manager: one planning or lowering
+
+        def levels(kind: str) -> list[tuple[tuple[int, Link | Measured], ...]]:
+            return [cluster.levels(mesh, axis, kind) for axis in range(len(mesh.shape))]
+
+        self._levels = {kind: levels(kind) for kind in KINDS}
+        # Found once for a shape, and kept as long as the manager: one planning or lowering.
         self._ways: dict[_Form, tuple[dict[Layout, int], _Ways]] = like._ways if like else {}
         self._graphs: dict[_Tensor, _Graph] = {}
         self._seconds: dict[_Tensor, np.ndarray] = {}
@@ -227,10 +235,11 @@ class ShapeConsistencyManager:
             if (shape, blocks) not in self._ways:
                 self._ways[shape, blocks] = self._ways_between(shape, blocks)
             index, ways = self._ways[shape, blocks]
-            steps = [
-                {j: (self.step_seconds(step, state, itemsize), step) for j, step in to.items()}
-                for state, to in zip(index, ways, strict=True)
-            ]
+
+            def priced(state: Layout, to: Mapping[int, Step]) -> dict[int, tuple[float, Step]]:
+                return {j: (self.step_seconds(step, state, itemsize), step) for j, step in to.items()}
+
+            steps = [priced(state, to) for state, to in zip(index, ways, strict=True)]
             self._graphs[tensor] = _Graph(index, steps, [self._bytes(state, itemsize) for state in index])
         return self._graphs[tensor]
 
@@ -351,7 +360,8 @@ def localise(
                 f"{step.text(mesh.axes)} cannot follow here",
                 seen=f"a tensor of shape {list(shape)}, {source.text(mesh.axes)} at first, on mesh {mesh}",
             )
-        before, local = local, after.local_shape(mesh, coordinate)
+        before = local
+        local = after.local_shape(mesh, coordinate)
         dims = []
         for d in (step.dim, step.to_dim):
             if d >= 0:  # the size is that which the dim has when the axis does not cut it

@@ -37,11 +37,11 @@ from autopar.sharding.device import Passes, on_curve
 
 SUM, TURNED, SUM_OVER_ROWS, COPY = "add", "copy turned", "sum over rows", "clone"  # kernels by the names of their times
 PADDED = ", and of copies that pad its rows to whole 16 bytes"
-UNALIGNED = " unaligned"  # behind the name of a product: its rows are no whole number of 16 bytes
-BROADCAST = " broadcast"  # behind that of arithmetic: an operand is smaller than the result
-_HALF = 2  # bytes of a number of a product's result, where products were measured
-_HALVES = ("bfloat16", "float16")  # in which fused kernels of attention were measured, and rows that are not aligned
-_WORK = {"forward": 1.0, "backward": 2.5}  # of attention: backward makes the scores again, and four products
+UNALIGNED = " unaligned"  # suffix of a product's name: its rows are not a multiple of 16 bytes
+BROADCAST = " broadcast"  # suffix of arithmetic's name: an operand is smaller than the result
+_HALF = 2  # itemsize of the products that were measured
+_HALVES = ("bfloat16", "float16")  # dtypes in which fused attention and unaligned rows were measured
+_WORK = {"forward": 1.0, "backward": 2.5}  # attention: backward recomputes the scores and has four products
 _SUMMED = {"float64": 24, "float32": 12, "bfloat16": 6, "float16": 6}  # bytes that a sum moves an element of its result
 
 
@@ -68,7 +68,7 @@ class Matrices:
     k: np.ndarray
 
     def unaligned(self, itemsize: int) -> np.ndarray:
-        """A mask of the choices whose rows are no whole number of the 16 bytes that a kernel loads at once."""
+        """A mask of the choices whose rows are not a multiple of the 16 bytes that a kernel loads at once."""
         unit = 16 // itemsize
         return (self.n % unit != 0) | (self.k % unit != 0)
 
@@ -100,7 +100,7 @@ class Heads:
 class Kernel:
     """A kernel that an op runs on a device, and how much work it does, as arrays by choice."""
 
-    names: tuple[str, ...]  # by which its time may be known, the closest first
+    names: tuple[str, ...]  # names under which its time may be known, the closest first
     dtype: str
     amount: np.ndarray  # FLOPs of a product, elements of the largest tensor of any other
     bytes: np.ndarray  # read and written
@@ -109,7 +109,7 @@ class Kernel:
     is_product: bool = False
     matrices: Matrices | None = None
     heads: Heads | None = None
-    hands_on: bool = False  # its backward returns the incoming gradient unchanged
+    hands_on: bool = False  # backward returns the incoming gradient unchanged
     as_cut: tuple[str, np.ndarray] | None = None  # another name of its curve, and a mask of the choices on that
     size: np.ndarray | None = None  # the second size on which its time depends, where it has one
     pads: int = 0  # itemsize where compiled code may pad rows to whole 16 bytes; 0: it never does
@@ -156,7 +156,7 @@ class CostModel:
 
     @functools.cached_property
     def knows_unaligned(self) -> bool:
-        """Whether products whose rows are no multiple of 16 bytes were measured, here or for the device class."""
+        """Whether products with rows that are not a multiple of 16 bytes were measured, here or for the class."""
         products = self.cluster.device.products
         is_in_file = products is not None and products.unaligned < 1
         return is_in_file or any(timed.op.endswith(UNALIGNED) for timed in self.cluster.timed)
@@ -209,7 +209,7 @@ class CostModel:
         """Seconds of a kernel that nobody measured: as of a sum of as many bytes, or by a formula."""
         if (summed := self._as_a_sum(kernel)) is not None:
             found = measured_seconds(summed.forward, _moved(kernel, way) / _SUMMED[summed.dtype])
-            # what runs in the kernel of another op has its bytes, and no start
+            # An op that runs in the kernel of another one moves its bytes, and starts no kernel.
             return found if _starts(kernel, way) else np.maximum(found - summed.forward[0][1], 0.0)
         formula, quantities = self._formula(kernel, way)
         return seconds(formula, **quantities) * self.slowest
@@ -237,7 +237,7 @@ class CostModel:
             tile_m, tile_n = products.tile
             about = {"units": products.units, "start": products.start_s, "tile_m": tile_m, "tile_n": tile_n}
             reached: Any = dict(products.reached)[kernel.dtype]
-            is_half = kernel.dtype in _HALVES  # in which kernels load 16 bytes at once, or little
+            is_half = kernel.dtype in _HALVES  # Unaligned rows make these kernels load few bytes at once.
             if is_half and kernel.as_cut is not None and kernel.as_cut[0].endswith(UNALIGNED):
                 reached = reached * np.where(kernel.as_cut[1], products.unaligned, 1.0)
             about |= {"itemsize": _HALF, "reached": reached}
@@ -247,7 +247,8 @@ class CostModel:
     def told(self, kernel: Kernel, way: str) -> str:
         """Text about the source of a kernel's seconds: a curve, or a formula with the first choice's numbers."""
         if kernel.pads:
-            seconds_of, as_it_is = getattr(self, way), replace(kernel, pads=0)
+            seconds_of = getattr(self, way)
+            as_it_is = replace(kernel, pads=0)
             is_padded = seconds_of(kernel)[0] < seconds_of(as_it_is)[0]
             return self.told(replace(as_it_is, as_cut=None), way) + PADDED if is_padded else self.told(as_it_is, way)
         curve = self._timed(kernel) or self._as_a_sum(kernel)

@@ -38,7 +38,7 @@ _tiles = batch * sp.Min(
     *(sp.ceiling(m * down / _area) * sp.ceiling(n / down) for down in (tile_m, tile_n, _NARROW)),
     sp.ceiling(m / _NARROW) * sp.ceiling(n * _NARROW / _area),
 )
-_parts = sp.Max(1, sp.floor(units / _tiles))  # of the sums, each on units that would have no tile
+_parts = sp.Max(1, sp.floor(units / _tiles))  # Sums are split where units would have no tile.
 # a wave computes its tiles, then writes them
 _whole = sp.ceiling(_tiles / units) * _area * units * (2 * k / reached + itemsize / bandwidth)
 # parts are written in single precision, and added up by a kernel of its own
@@ -120,7 +120,8 @@ def measured_between(
     if len(curves) == 1 or size is None:
         return measured_seconds(curves[0], amount)
     found = np.log([measured_seconds(points, amount) for points in curves])
-    at, x = np.log(np.maximum(size, 1e-300)), np.log(np.array(sizes, float))
+    at = np.log(np.maximum(size, 1e-300))
+    x = np.log(np.array(sizes, float))
     place = np.clip(np.searchsorted(x, at), 1, len(x) - 1)
     share = np.clip((at - x[place - 1]) / (x[place] - x[place - 1]), 0.0, 1.0)
     choice = np.arange(found.shape[1])
@@ -145,7 +146,11 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
     if is_measured(levels):
         return float(measured_seconds(levels[0][1].times, bytes_))
     count = math.prod(n for n, _ in levels)
-    started, hops, moved, inside, outside = 0.0, 0.0, 0.0, 1, count
+    started = 0.0
+    hops = 0.0
+    moved = 0.0
+    inside = 1
+    outside = count
     for n, link in levels:
         outside //= n
         whole = bytes_ / count * n / outside if kind == "all_to_all" else bytes_ / inside

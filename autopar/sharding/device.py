@@ -22,9 +22,9 @@ class Products:
 
     units: int
     tile: tuple[int, int]
-    start_s: float  # of a call
+    start_s: float  # seconds to start a call
     reached: tuple[tuple[str, float], ...]  # FLOP/s of full waves, by dtype
-    unaligned: float = 1.0  # the share of that where rows are no whole number of 16 bytes; 1: nobody measured it
+    unaligned: float = 1.0  # share of that rate where rows are not a multiple of 16 bytes; 1: not measured
 
     def __post_init__(self) -> None:
         if not (isinstance(self.unaligned, (int, float)) and 0 < self.unaligned <= 1):
@@ -38,7 +38,7 @@ class Attention:
     Under a causal mask half of the score matrix is counted. Backward counts as 2.5 times the work of forward.
     """
 
-    width: int  # of a head
+    width: int  # width of a head
     causal: bool
     forward: Curve
     backward: Curve
@@ -62,12 +62,12 @@ class Device:
     """A device's rates, its memory, and the seconds to start a kernel."""
 
     name: str
-    flops_per_s: tuple[tuple[str, float], ...]  # by dtype
+    flops_per_s: tuple[tuple[str, float], ...]  # (dtype, peak FLOP/s)
     memory_bytes: int
     memory_bytes_per_s: float
     launch_s: float
-    kernels: str = "cuda"  # whose kernels run there, "cuda" or "cpu": they keep other things for backward
-    reached_bytes_per_s: float = 0.0  # by kernels that only read and write; 0: nobody measured it
+    kernels: str = "cuda"  # "cuda" or "cpu": their kernels save different values for backward
+    reached_bytes_per_s: float = 0.0  # rate of kernels that only read and write; 0: not measured
     products: Products | None = None
     attention: tuple[Attention, ...] = ()
     passes: tuple[Passes, ...] = ()

@@ -103,7 +103,9 @@ class CutDim:
 
     def _read(self, axis: int, n: int, blocks: int) -> CutDim | None:
         """The row in which the axis reads the major free digits behind those that count the blocks, or None."""
-        digits, at, left = list(self.digits), 0, blocks
+        digits = list(self.digits)
+        at = 0
+        left = blocks
         while left > 1:
             if at == len(digits) or not _divide(digits, at, left):
                 return None

@@ -77,7 +77,8 @@ class DeviceMesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """The coordinate of a rank: its index on each axis."""
-        rank, result = self.ranks.index(rank) if self.ranks else rank, []
+        rank = self.ranks.index(rank) if self.ranks else rank
+        result = []
         for n in reversed(self.shape):
             rank, index = divmod(rank, n)
             result.append(index)
@@ -87,7 +88,7 @@ class DeviceMesh:
         """The rank at a coordinate."""
         places = zip(coordinate, self.shape, strict=False)
         if len(coordinate) != len(self.shape) or not all(0 <= c < n for c, n in places):
-            raise BadSharding(f"{tuple(coordinate)} is no place on mesh {self}")
+            raise BadSharding(f"{tuple(coordinate)} is not a coordinate of mesh {self}")
         rank = 0
         for c, n in zip(coordinate, self.shape, strict=True):
             rank = rank * n + c
@@ -96,7 +97,8 @@ class DeviceMesh:
     def groups(self, axis: str | int) -> list[tuple[int, ...]]:
         """The groups of ranks that differ along one axis only."""
         a = self.axis(axis)
-        stride, n = math.prod(self.shape[a + 1 :]), self.shape[a]
+        stride = math.prod(self.shape[a + 1 :])
+        n = self.shape[a]
         places = self.ranks or range(self.size)
         firsts = [first for first in range(self.size) if first // stride % n == 0]
         return [tuple(places[first : first + n * stride : stride]) for first in firsts]
@@ -105,7 +107,8 @@ class DeviceMesh:
         chosen = [self.axis(name) for name in (names if isinstance(names, tuple) else (names,))]
         if sorted(set(chosen)) != chosen:
             raise BadSharding(f"{names!r} are not axes of the mesh in its order", seen=f"mesh {self}")
-        shape, axes = tuple(self.shape[a] for a in chosen), tuple(self.axes[a] for a in chosen)
+        shape = tuple(self.shape[a] for a in chosen)
+        axes = tuple(self.axes[a] for a in chosen)
         return DeviceMesh(shape, axes, self.ranks if len(chosen) == len(self.shape) else ())
 
     def check_world(self, ranks: int) -> None:

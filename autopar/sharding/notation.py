@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 
 from autopar.letters import BadRule
 
-NAMES = (*"xyzuvwabcdefgh", *(f"x{i}" for i in range(14, 512)))  # what `linear=` calls the operands
+NAMES = (*"xyzuvwabcdefgh", *(f"x{i}" for i in range(14, 512)))  # names of the operands in `linear=`
 _PLACES = {name: i for i, name in enumerate(NAMES)}
 ELLIPSIS, ONE, NOTHING = "...", "1", "nothing"
 _TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*^]?)(?=\s|$)")
@@ -275,7 +275,8 @@ def public_name(op: str) -> str:
 def _operand(
     piece: str, text: str, whole: set[str], given: dict[str, int], made: set[str] | None = None
 ) -> tuple[Dim, ...]:
-    dims, names = [], []
+    dims = []
+    names = []
     for inside, keep, token, mark in _TOKEN.findall(piece):
         pieces = inside.split() if inside else token.split("|")
         matches = [_FACTOR.fullmatch(p) for p in pieces]

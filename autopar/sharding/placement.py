@@ -42,9 +42,9 @@ class Placement:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "_hash", hash(("RSP".find(self.kind), self.dim, len(self.reduction), self.blocks))
-        )  # of numbers alone: the same in every process
+        # The hash of text differs between processes, that of numbers does not.
+        numbers = ("RSP".find(self.kind), self.dim, len(self.reduction), self.blocks)
+        object.__setattr__(self, "_hash", hash(numbers))
 
     def __hash__(self) -> int:
         return self._hash
@@ -186,7 +186,8 @@ class Sharding:
     @staticmethod
     def parse(text: str, mesh: DeviceMesh) -> Sharding:
         """The sharding that `text` writes; axes stand in the order in which they cut, major first."""
-        placements, order = [R] * len(mesh.shape), []
+        placements = [R] * len(mesh.shape)
+        order = []
         pieces = [piece for piece in outside_brackets(text) if piece.strip()]
         if not pieces:
             raise BadSharding("an empty sharding", advice='"R", or placements such as "S(0)@dp"')
@@ -237,7 +238,8 @@ def local_elements(shape: Sequence[int], shardings: Iterable[Sharding], mesh: De
 
 def outside_brackets(text: str, separator: str = ",") -> list[str]:
     """Pieces of a text between the separators that stand outside of brackets."""
-    pieces, depth = [""], 0
+    pieces = [""]
+    depth = 0
     for c in text:
         depth += {"(": 1, ")": -1}.get(c, 0)
         if c == separator and not depth:

@@ -23,7 +23,9 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import Binding, Cut, Dim
 from autopar.sharding.placement import Flow, P, Placement, R, S, Sharding, flow, outside_brackets
 
-KEPT, PASSED, SUMMED = flow(R), Flow(R, P()), flow(P())  # R/R, R/P(sum), P(sum)/R
+KEPT = flow(R)  # R/R
+PASSED = Flow(R, P())  # R/P(sum)
+SUMMED = flow(P())  # P(sum)/R
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def strategies_on_one_axis(
         add({i: SUMMED if i in group else PASSED for i in rows}, [SUMMED] * len(binding.outputs))
     for cut in binding.cuts(blocks):
         held = {i: place for i, row in rows.items() if (place := _place(row, cut, binding))}
-        # where the factor is summed, an operand that is added to the sum is P(sum) there; one that multiplies it is R
+        # Under a summed factor an operand that is added to the sum is P(sum), one that multiplies it is R.
         added = set[int]()
         if binding.is_summed(cut):
             added.update(*(group for group in binding.groups if not group.isdisjoint(held)))

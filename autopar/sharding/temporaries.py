@@ -38,7 +38,9 @@ def temporaries(
     for place, step in enumerate(steps):
         after, held = _STEPS[step.kind](step, local, mesh.shape[mesh.axis(step.axis)], is_turned)
         most = max(most, between + held - (gone if place else 0))
-        local, between, is_turned = after, math.prod(after), False
+        local = after
+        between = math.prod(after)
+        is_turned = False
     return max(0, most - between)
 
 
@@ -83,7 +85,8 @@ def _reduce_scatter(step: LocalStep, local: _Shape, parts: int, is_turned: bool)
     """Count the parts in their receivers' order, a copy to send where it is another one, and what arrives."""
     ((dim, size, blocks),) = step.dims
     length = -(-size // parts)
-    after, padded = _with(local, dim, length), _with(local, dim, length * parts)
+    after = _with(local, dim, length)
+    padded = _with(local, dim, length * parts)
     ordered = math.prod(local) if blocks else 0
     if padded != local:
         ordered = math.prod(padded)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 import numpy as np
@@ -43,7 +43,8 @@ def logical_mesh(
         )
     groups: list[tuple[int, ...]] = [(i,) for i in range(len(distance))]
     for level, size in enumerate(sizes):
-        between = np.array([[_apart(a, b, distance, level) for b in groups] for a in groups])
+        apart = [_apart(a, b, distance, level) for a, b in itertools.product(groups, repeat=2)]
+        between = np.array(apart).reshape(len(groups), len(groups))
         merged = []
         for clique in _cliques(between, size):
             first, *others = (groups[i] for i in clique)
@@ -84,7 +85,8 @@ def _sizes(distance: np.ndarray) -> tuple[int, ...]:
 
     Groups are the components joined by links about as near as the nearest, then the components of these groups.
     """
-    sizes, parts = [], [(i,) for i in range(len(distance))]
+    sizes = []
+    parts: list[tuple[int, ...]] = [(i,) for i in range(len(distance))]
     while len(parts) > 1:
         between = np.full((len(parts), len(parts)), math.inf)
         for (i, a), (j, b) in itertools.permutations(enumerate(parts), 2):
@@ -95,8 +97,12 @@ def _sizes(distance: np.ndarray) -> tuple[int, ...]:
         if len({len(c) for c in found}) > 1:  # no regular grouping: what is left is one axis
             found = [list(range(len(parts)))]
         sizes.append(len(found[0]))
-        parts = [tuple(x for i in c for x in parts[i]) for c in found]
+        parts = [_merged(parts, indices) for indices in found]
     return tuple(sizes) or (1,)
+
+
+def _merged(parts: Sequence[tuple[int, ...]], indices: Iterable[int]) -> tuple[int, ...]:
+    return tuple(device for i in indices for device in parts[i])
 
 
 def _opposite(a: tuple[int, ...], b: tuple[int, ...], distance: np.ndarray, level: int) -> tuple[int, ...]:
@@ -119,7 +125,9 @@ def _opposite(a: tuple[int, ...], b: tuple[int, ...], distance: np.ndarray, leve
 def _cliques(distance: np.ndarray, size: int) -> list[list[int]]:
     """The partition into groups of this size with the smallest largest distance inside a group."""
     thresholds = np.unique(distance[~np.eye(len(distance), dtype=bool)]) if size > 1 else np.zeros(1)
-    low, high, best = 0, len(thresholds) - 1, [list(range(i, i + size)) for i in range(0, len(distance), size)]
+    low = 0
+    high = len(thresholds) - 1
+    best = [list(range(i, i + size)) for i in range(0, len(distance), size)]
     while low <= high:
         middle = (low + high) // 2
         found = _cover(distance <= thresholds[middle], size)
@@ -151,7 +159,11 @@ def _cover(near: np.ndarray, size: int) -> list[list[int]] | None:
     def place() -> bool:
         if not free:
             return True
-        options = {x: [y for y in sorted(free) if y != x and near[x, y]] for x in free}
+
+        def near_to(x: int) -> list[int]:
+            return [y for y in sorted(free) if y != x and near[x, y]]
+
+        options = {x: near_to(x) for x in free}
         first = min(free, key=lambda x: (len(options[x]), x))
         return len(options[first]) >= size - 1 and grow([first], options[first])
 

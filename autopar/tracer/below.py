@@ -51,7 +51,8 @@ class DispatchMode(FakeTensorMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if function is torch.ops.prim.device.default:
             return torch.device("meta") if self.in_kernel_invocation else args[0].fake_device
-        recorder, kwargs = self.recorder, kwargs or {}
+        recorder = self.recorder
+        kwargs = kwargs or {}
         if self.is_deep or threading.get_ident() != recorder.place.thread:
             return self.dispatch(function, types, args, kwargs)
         if torch.is_inference_mode_enabled():  # composites come down here whole, which torch opens in any other mode
@@ -60,7 +61,8 @@ class DispatchMode(FakeTensorMode):
             if opened is not NotImplemented:
                 return opened
         call = recorder.call
-        self.is_deep, above = True, call.function
+        self.is_deep = True
+        above = call.function
         call.function = above or function  # nothing from here on is the model's own call
         try:
             self._note(function, args, kwargs)
@@ -73,7 +75,8 @@ class DispatchMode(FakeTensorMode):
                 raise recorder.depends_on_values(function, args) from e
             raise
         finally:
-            self.is_deep, call.function = False, above
+            self.is_deep = False
+            call.function = above
 
     def fake(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op on fake tensors."""
@@ -98,7 +101,9 @@ class DispatchMode(FakeTensorMode):
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what an op is about to do: communicate, draw, write, or read inside an autograd.Function."""
-        recorder, call, nature = self.recorder, self.recorder.call, _nature(function)
+        recorder = self.recorder
+        call = self.recorder.call
+        nature = _nature(function)
         if nature.communicates:
             raise recorder.letter(
                 f"the model communicates itself ({function})",
@@ -119,7 +124,8 @@ class DispatchMode(FakeTensorMode):
 
         It is an op below autograd; at replay autograd differentiates it anew.
         """
-        recorder, call = self.recorder, self.recorder.call
+        recorder = self.recorder
+        call = self.recorder.call
         is_constant = function in _CONSTANTS and not isinstance(args[0], FakeTensor)
         if call.is_transformed and is_constant:  # torch.tensor(...) inside a transform, or the 2 of x * 2
             with clean_room():
@@ -140,16 +146,19 @@ class DispatchMode(FakeTensorMode):
             self._record_write(function, args, kwargs, flows)
         elif not (isinstance(result, Tensor) and recorder.knows(result)):
             self._record_op(function, args, kwargs, result, flows)
-        call.drew, call.wrote = None, []
+        call.drew = None
+        call.wrote = []
 
     def _record_write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flows: bool) -> None:
-        recorder, call = self.recorder, self.recorder.call
+        recorder = self.recorder
+        call = self.recorder.call
         if isinstance(kwargs.get("out"), Tensor):
             raise recorder.letter(f"{function} writes to out=", args, "the form that returns new tensors")
         recorder.values.refuse_write(args[0], str(function))
         made, arguments = functional(function, args, kwargs)
         if made is None:
-            made, arguments = OPS["copy"], {"input": args[0], **arguments}
+            made = OPS["copy"]
+            arguments = {"input": args[0], **arguments}
         if any(target is not args[0] for writer, target in call.wrote if writer is function):
             raise recorder.letter(
                 f"{function} writes to another operand than its first", args, "the form that returns new tensors"
@@ -160,7 +169,8 @@ class DispatchMode(FakeTensorMode):
     def _record_op(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, flows: bool
     ) -> None:
-        recorder, call = self.recorder, self.recorder.call
+        recorder = self.recorder
+        call = self.recorder.call
         made, arguments = lookup(function, args, kwargs, result)
         outputs = [_type_of(t, flows) for t in tensors_in((result,), {})]
         if outputs:
@@ -193,7 +203,7 @@ def _described(value: Any) -> Any:
     return (type(value), value)
 
 
-_CONSTANTS = (torch.ops.aten.lift_fresh.default, TO_COPY)  # of a real tensor, or of a number
+_CONSTANTS = (torch.ops.aten.lift_fresh.default, TO_COPY)  # ops that turn a real tensor or a number into a constant
 
 
 class _Nature:
@@ -214,7 +224,8 @@ def _nature(function: Any) -> _Nature:
 
 
 def _result_of(function: Any) -> str:
-    schema, tags = function._schema, function.tags
+    schema = function._schema
+    tags = function.tags
     if schema.is_mutable or function.namespace != "aten" or "lift" in schema.name:
         return ""
     if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:

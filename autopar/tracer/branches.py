@@ -44,7 +44,8 @@ class Unknown(Exception):
 
 def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
     """The value of `function` (bool, item, tolist, ...) for this tensor; raises a letter if unknown."""
-    node, line = recorder.node(tensor), source()
+    node = recorder.node(tensor)
+    line = source()
     is_question = function is Tensor.__bool__
     if (checks := _who_checks(is_question)) is not None:
         recorder.assumptions.add(f"what {checks} is given is valid: its checks of values are not made")
@@ -83,7 +84,7 @@ def _proved(node: fx.Node, by: set[str], function: Any, declared: Assume) -> Any
     if value is not None:
         by.add("whatever is drawn")
         return value
-    try:  # what is known needs no assumption
+    try:  # Known values need no assumption.
         return _compute(node, by, function, Assume())
     except Unknown:
         if declared == Assume():
@@ -115,7 +116,8 @@ def _of_a_draw(node: fx.Node) -> bool | None:
     bound = compared.kwargs.get("other")
     if compare is None or op_name(compared.kwargs["input"]) not in _DRAWS or isinstance(bound, fx.Node):
         return None
-    at_zero, near_one = compare(0.0, bound), compare(1.0 - 2**-53, bound)
+    at_zero = compare(0.0, bound)
+    near_one = compare(1.0 - 2**-53, bound)
     return at_zero if at_zero == near_one else None
 
 
@@ -157,15 +159,16 @@ def _by_shape(node: fx.Node) -> Tensor:
 
 def _known(assume: Assume, node: fx.Node, by: set[str]) -> Tensor | None:
     """The value of a node that an assumption fixes; None where it must be computed from its operands."""
-    about, type_ = info(node), type_of(node)
+    about = info(node)
+    type_ = type_of(node)
     if type_.nbytes > LARGEST * 8:
         raise Unknown(f"a tensor too large to compute while tracing ({type_})")
     if about.kind == "input":
         if assume.no_padding and len(type_.shape) == 2 and about.key.endswith(("attention_mask", "padding_mask")):
             by.add("no padding (declared)")
-            return torch.full(
-                type_.shape, about.key.endswith("attention_mask"), dtype=type_.torch_dtype
-            )  # in a padding mask, true is padding
+            # An attention mask is true where a token counts, a padding mask where it does not.
+            is_true = about.key.endswith("attention_mask")
+            return torch.full(type_.shape, is_true, dtype=type_.torch_dtype)
         raise Unknown(f"the input {about.key}")
     if about.kind in ("parameter", "buffer"):
         raise Unknown(f"the {about.kind} {about.key}")

@@ -213,7 +213,7 @@ def _loss_of(loss: Callable[..., Any], outputs: Any, inputs: Any) -> Any:
             f"loss= does not take the outputs and the inputs: {e}", at=defined(loss), advice=advice
         ) from e
     except ValueError:
-        pass  # it is none of Python's, and says so itself
+        pass  # A function of C has no signature to check, and raises its own error.
     with telling_whose_error("loss=", advice):
         return loss(outputs, inputs)
 

@@ -73,7 +73,8 @@ class Casts:
             )
         for tensor, cast in casts:
             if not recorder.knows(cast):
-                made, arguments = OPS["to"], {"input": tensor, "dtype": cast.dtype}
+                made = OPS["to"]
+                arguments = {"input": tensor, "dtype": cast.dtype}
                 recorder.values.bind_all(
                     cast, recorder.emit(made, arguments, (TensorType.of(cast),)), (made, arguments)
                 )
@@ -101,7 +102,8 @@ class Casts:
             if value.dtype in (dtype, torch.float64):
                 return value
             if (id(value), dtype) not in self.cached:
-                call.function, running = "autocast", call.function
+                running = call.function
+                call.function = "autocast"
                 made = value.to(dtype)
                 call.function = running
                 if not (value.is_leaf and value.requires_grad and torch.is_grad_enabled()):

@@ -23,7 +23,7 @@ _OF_TORCH = frozenset((*vars(torch.nn.Module()), "_compiled_call_impl"))  # attr
 _NOT_PUT_BACK = _OF_TORCH - {"_buffers", "_parameters"}
 _PLAIN = (bool, int, float, str, type(None))
 _NOTHING = object()
-_DEEP, _LONG = 3, 256  # lists in lists that are looked into, and the longest of them
+_DEEP, _LONG = 3, 256  # Longer lists and deeper nesting are not looked into.
 
 
 class Left(NamedTuple):
@@ -31,7 +31,7 @@ class Left(NamedTuple):
 
     module: torch.nn.Module
     path: tuple[Any, ...]
-    name: str  # from the model's root
+    name: str  # dotted path from the model's root
     value: Any  # the type of a tensor; `UNKNOWN` of what holds tensors, or is gone; anything else itself
 
     @property
@@ -75,7 +75,7 @@ class ModuleState:
     attributes: dict[str, Any]
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
-    held: tuple[_Held, ...]  # by attributes
+    held: tuple[_Held, ...]  # lists, dicts, sets and objects that attributes hold
 
     @staticmethod
     def of(module: torch.nn.Module, path: str, seen: set[int]) -> ModuleState:
@@ -85,7 +85,7 @@ class ModuleState:
             module,
             path,
             dict(vars(module)),
-            dict(module._parameters.items()),  # of a ScriptModule, these two only have items()
+            dict(module._parameters.items()),  # a ScriptModule's containers have items() only
             dict(module._buffers.items()),
             tuple(held),
         )
@@ -131,7 +131,8 @@ class Changes:
 
     def updates(self, inputs: list[Any]) -> list[tuple[str, str, Tensor]]:
         """Buffers and inputs with new values, as (kind, name, tensor)."""
-        names, found = self.recorder.names, []
+        names = self.recorder.names
+        found = []
         for fake in names.fakes:
             if names.of.get(id(fake)) and names.kinds[id(fake)] == "buffer" and self._has_changed(fake):
                 found.append(("buffer", names.of[id(fake)][0], fake))
@@ -206,7 +207,8 @@ def _set_on(state: ModuleState) -> Iterator[tuple[tuple[Any, ...], Any]]:
     for one in state.held:
         if one.path[0] in _OF_TORCH:
             continue
-        before, entries = _entries(one.content), _entries(one.holder)
+        before = _entries(one.content)
+        entries = _entries(one.holder)
         if not isinstance(one.holder, set):
             for key, value in _differences(entries, before):
                 yield (*one.path, key), value
@@ -216,7 +218,8 @@ def _set_on(state: ModuleState) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 def _differences(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
     for key, new in now.items():
-        value, old = unwatched(new), unwatched(before.get(key, _NOTHING))
+        value = unwatched(new)
+        old = unwatched(before.get(key, _NOTHING))
         if value is not old and not (type(value) is type(old) and isinstance(value, _PLAIN) and value == old):
             yield key, value
 

@@ -61,7 +61,7 @@ class ChainLink:
     op: Op
     arguments: dict[str, Any]
     outputs: tuple[TensorType, ...]
-    is_listed: bool  # it gives a list or a tuple, be it of one
+    is_listed: bool  # whether the result is a list or a tuple
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +86,10 @@ def composites_are_opened(graph: Graph) -> None:
 
 
 def _may_be_opened(node: fx.Node) -> bool:
-    op, about = node.target, info(node)
+    op = node.target
+    about = info(node)
     is_known = op.signature is not None or op.name in WHOLE
-    if op.name == "cross_entropy":  # of probabilities, not of classes: a product and a sum
+    if op.name == "cross_entropy":  # With probabilities in place of classes it is a product and a sum.
         is_known = "float" not in type_of(node.kwargs["target"]).dtype
     return not is_known and about.random < 0 and not isinstance(op.call, Apply)
 
@@ -166,13 +167,14 @@ class Translation:
         """Translate one call below autograd."""
         if call.function.namespace == "prim":  # a question about a device
             return
-        outputs, operands = _tensors(call.made), _tensors((call.args, call.kwargs))
+        outputs = _tensors(call.made)
+        operands = _tensors((call.args, call.kwargs))
         draws = torch.Tag.nondeterministic_seeded in call.function.tags
-        reads_a_constant = any(id(t) not in self.where for t in operands)  # of the function's own
+        reads_a_constant = any(id(t) not in self.where for t in operands)  # a tensor that the function made
         if draws or not outputs or reads_a_constant:
             raise _Whole
         writes = call.function._schema.is_mutable
-        if writes:  # what nobody else sees stands for a new value from here on
+        if writes:  # Nobody else sees the temporary, so its new value replaces it.
             op, arguments = self._write(call)
         else:
             op, arguments = _canonical(self.seen, *call[:4])
@@ -187,7 +189,8 @@ class Translation:
             types.append(replace(type_, requires_grad=wants and type_.may_have_gradient))
         referred = pytree.tree_map_only(Tensor, lambda t: self.where[id(t)], arguments)
         for at, t in enumerate(outputs):
-            self.where[id(t)], self.flows[id(t)] = Ref(len(self.links), at), types[at].requires_grad
+            self.where[id(t)] = Ref(len(self.links), at)
+            self.flows[id(t)] = types[at].requires_grad
         self.links.append(ChainLink(op, referred, tuple(types), not isinstance(call.made, Tensor)))
 
     def _write(self, call: Dispatch) -> tuple[Op, dict[str, Any]]:
@@ -274,7 +277,7 @@ def _canonical(
         again = op.run(arguments)
     calls = [c for c in seen.calls[before:] if c.function.namespace == "aten"]
     del seen.calls[before:]
-    if function.is_view:  # of one tensor: where it looks says all
+    if function.is_view:  # A view is determined by the memory that it shows.
         if not _look_alike(made, again):
             raise _Whole
     elif len(calls) != 1 or not _alike(Dispatch(function, args, kwargs, made, True), calls[0]):

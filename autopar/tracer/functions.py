@@ -55,11 +55,13 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = plain(args), plain(kwargs or {})
-        call, handler = self.recorder.call, handler_of(function)
+        args = plain(args)
+        kwargs = plain(kwargs or {})
+        call = self.recorder.call
+        handler = handler_of(function)
         if call.function is not None or handler is query:
             return function(*args, **kwargs)
-        if is_transform_active():  # its tensors are wrapped: what is inside comes by below
+        if is_transform_active():  # Its tensors are wrapped; the ops inside are recorded below autograd.
             call.is_transformed = True
             try:
                 return function(*args, **kwargs)
@@ -175,7 +177,8 @@ def wants_gradient(recorder: Recorder, function: Any, args: tuple[Any, ...], kwa
 
     On other tensors it is refused by a letter.
     """
-    tensor, wanted = args[0], args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    tensor = args[0]
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     is_changed = tensor.requires_grad != wanted
     if is_changed and (not wanted or id(tensor) in recorder.names.of or recorder.node(tensor).op == "placeholder"):
         raise recorder.letter(
@@ -200,7 +203,7 @@ def opened(function: types.FunctionType) -> Handler:
 
     def call(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         running = recorder.call.opened
-        if function in running:  # it asks torch again about its own call: no composite after all
+        if function in running:  # A function that asks torch about its own call is not a composite.
             return plain_op(recorder, function, args, kwargs)
         running.append(function)
         try:
@@ -223,7 +226,8 @@ def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 
 def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle x[i, 0, j]: integers and scalar tensors select before other tensors index."""
-    tensor, items = args[0], _with_places(recorder, _items(recorder, args[0], args[1]))
+    tensor = args[0]
+    items = _with_places(recorder, _items(recorder, args[0], args[1]))
     if not _choose_first(items):
         return record_op(recorder, function, (tensor, _as_index(items, args[1])), kwargs)
     row, kept = _chosen(recorder, tensor, items)
@@ -235,7 +239,9 @@ def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 
 def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Handle x[i, 0, j] = v, a write to the row that x[i, 0] shows."""
-    tensor, items, value = args[0], _items(recorder, args[0], args[1]), args[2]
+    tensor = args[0]
+    items = _items(recorder, args[0], args[1])
+    value = args[2]
     if isinstance(value, Tensor) and value.dim() > tensor.dim() - sum(map(_dims_of, items)):  # a value for each place
         items = _with_places(recorder, items)
     if not _choose_first(items):
@@ -278,7 +284,7 @@ def _with_places(recorder: Recorder, items: list[Any]) -> list[Any]:
 
 
 def _listed(item: Any) -> Any:
-    """A mask that is no tensor as an array, other arrays as lists."""
+    """Masks outside of torch as arrays, other arrays as lists."""
     if isinstance(item, np.ndarray) and item.dtype != bool:
         return item.tolist()
     is_mask = isinstance(item, list) and all(isinstance(one, bool) for one in pytree.tree_leaves(item))

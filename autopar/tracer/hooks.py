@@ -57,7 +57,8 @@ class Hooks:
         def run(module: nn.Module, *given: Any) -> Any:
             name = f"{name_of_hook(hook)}, of {path or 'the model'}"
             form = pytree.tree_map(_form, given)
-            held, effects = self._held_by_modules(), self.effects
+            held = self._held_by_modules()
+            effects = self.effects
             first_made = len(self.recorder.values.alive)
             with self._runs(name):
                 result = hook(module, *given)
@@ -106,7 +107,8 @@ class Hooks:
 
 
 def _is_no_frame(holder: Any) -> bool:
-    return not isinstance(holder, types.FrameType)  # which Python before 3.11 finds of the function that looks
+    # Before Python 3.11 the garbage collector reports the frame of the function that asks.
+    return not isinstance(holder, types.FrameType)
 
 
 def _form(leaf: Any) -> Any:

@@ -85,7 +85,7 @@ def _assigned(node: fx.Node) -> fx.Node | None:
     if basic is None or None in basic:
         return None
     is_overwritten = all(isinstance(i, slice) and i == slice(None) for i in basic)
-    if is_overwritten and type_of(node).requires_grad:  # what is overwritten has a gradient still: zeros
+    if is_overwritten and type_of(node).requires_grad:  # The overwritten tensor still gets a gradient of zeros.
         return None
     return _scattered(node, given, list(enumerate(basic)), value)
 
@@ -111,7 +111,8 @@ def _scattered(node: fx.Node, given: Any, index: list[tuple[int, Any]], value: A
         index = index[1:]
     if not index:
         return _spread(node, given, value)
-    (dim, at), rest = index[0], index[1:]
+    dim, at = index[0]
+    rest = index[1:]
     if isinstance(at, int):
         place = at % shape[dim]
         inner = emit(node, "select", input=given, dim=dim, index=place)

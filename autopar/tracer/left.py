@@ -32,9 +32,9 @@ class Captured(NamedTuple):
     """A graph, and what remains to be looked at after its capture."""
 
     graph: Graph
-    made: list[weakref.ref[Tensor]]  # every tensor on the way
+    made: list[weakref.ref[Tensor]]  # all tensors of the capture
     refuse_kept: Callable[[], None]  # raises a letter where a hook has kept one
-    left: list[Left]  # what forward has set
+    left: list[Left]  # attributes that forward has set
 
 
 class Capture(Protocol):
@@ -61,7 +61,7 @@ def steady(root: torch.nn.Module, first: Captured, capture: Capture) -> Captured
     if not all(one.is_plain or one.is_tensor for one in left):
         servable = [one for one in left if one.name in numbers | tensors]
         if _text(_after(root, servable, capture, looked_at)) != _text(second):
-            raise _letter(first, "what it sets there is no number, flag, word or tensor")
+            raise _letter(first, "what it sets there is not a number, flag, word or tensor")
     if gradients := [one for one in left if one.name in tensors and one.value.requires_grad]:
         raise _letter(first._replace(left=gradients), "it has a gradient of the call before", "x.detach()")
     kept = frozenset(numbers | tensors)

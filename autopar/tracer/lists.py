@@ -38,7 +38,7 @@ def _scaled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _OF_ONE: dict[str, Callable[..., Tensor]] = {
     "norm": _norm,
     "powsum": _sum_of_powers,
-    "pow": torch.pow,  # of a number too
+    "pow": torch.pow,  # accepts a number as its base
     **{name: _scaled(getattr(Tensor, name)) for name in ("addcmul", "addcmul_", "addcdiv", "addcdiv_")},
     "maximum_": lambda target, other: target.copy_(torch.maximum(target, other)),
     "minimum_": lambda target, other: target.copy_(torch.minimum(target, other)),
@@ -46,7 +46,7 @@ _OF_ONE: dict[str, Callable[..., Tensor]] = {
 
 
 def _for_each(name: str) -> Callable[..., Any]:
-    """What a function over lists comes to: calls of its function of one tensor."""
+    """A function over lists as calls of its function of one tensor."""
     function = _OF_ONE.get(name) or getattr(Tensor, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,10 +57,11 @@ def _for_each(name: str) -> Callable[..., Any]:
         def at(place: int, value: Any) -> Any:
             return value[place] if isinstance(value, (list, tuple)) else value
 
-        made = [
-            function(*[at(place, value) for value in args], **{k: at(place, value) for k, value in kwargs.items()})
-            for place in range(lengths.pop())
-        ]
+        made = []
+        for place in range(lengths.pop()):
+            given = [at(place, value) for value in args]
+            named = {key: at(place, value) for key, value in kwargs.items()}
+            made.append(function(*given, **named))
         return args[0] if name.endswith("_") else tuple(made)
 
     return call

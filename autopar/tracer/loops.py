@@ -55,7 +55,7 @@ class Invocation:
     callers: Place  # the invocations that led to it, outermost first
 
 
-Place = tuple[tuple[Invocation, int], ...]  # of an op: the invocations around it, each with its instruction there
+Place = tuple[tuple[Invocation, int], ...]  # the invocations around an op, each with the instruction it is at
 
 
 class Stack:
@@ -77,7 +77,7 @@ class Stack:
             self._keep(0)
 
     def place(self) -> Place:
-        """Where the program is; nowhere outside `follow`."""
+        """The place that the program has reached; empty outside `follow`."""
         new: list[types.FrameType] = []
         frame: Any = sys._getframe(1)
         while frame is not None and frame is not self._base and id(frame) not in self._depths:
@@ -110,7 +110,7 @@ class Order:
         self.is_free = False  # whether iterations of any loop have no order of their own
         self._places = places
         self._placed = [output]
-        self._positions = {output: 0}  # in `_placed`
+        self._positions = {output: 0}  # op -> its index in `_placed`
         for is_known, run in reversed([(k, list(r)) for k, r in itertools.groupby(ops, lambda op: bool(places[op]))]):
             if is_known:
                 self._place(run, None, _WHOLE)
@@ -160,7 +160,7 @@ class Order:
             else:
                 loops[-1][1].append([[op]])
             before = (at, called)
-        return [(loop, [ops for pieces in iterations for ops in _joined(pieces)]) for loop, iterations in loops]
+        return [(loop, list(itertools.chain.from_iterable(map(_joined, iterations)))) for loop, iterations in loops]
 
     def _last_first(self, iterations: list[list[fx.Node]]) -> Iterator[list[fx.Node]]:
         """Iterations of one loop, the last one first: each after all that read it."""
@@ -190,7 +190,7 @@ class Order:
                     ready[i] = numbers[i], self._first_use(iterations[i])
 
     def _first_use(self, ops: list[fx.Node]) -> tuple[int, int, str]:
-        """Where other ops first read some ops: the smaller, the later in the program."""
+        """The first use of some ops by others: the smaller, the later in the program."""
         own = set(ops)
         uses = [(self._positions[user], result) for op in ops for result, user in _uses(op) if user not in own]
         if not uses:
@@ -210,8 +210,12 @@ def _uses(op: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _numbers(iterations: list[list[fx.Node]]) -> list[int]:
-    """A number of each iteration, smaller for later ones, where a loop runs over a numbered list of modules; else 0."""
-    paths = [max(_numbers_in(info(op).module) for op in ops) for ops in iterations]
+    """A number of each iteration, smaller for later ones; 0 unless modules of a list are looped over."""
+
+    def path_of(ops: list[fx.Node]) -> tuple[int, ...]:
+        return max(_numbers_in(info(op).module) for op in ops)
+
+    paths = list(map(path_of, iterations))
     for numbers in itertools.zip_longest(*paths):
         if len(set(numbers)) > 1:
             is_list = None not in numbers and len(set(numbers)) == len(numbers)
@@ -224,7 +228,7 @@ def _numbers_in(path: str) -> tuple[int, ...]:
 
 
 def _text(op: fx.Node) -> str:
-    """What tells an op from others, whatever order they were recorded in."""
+    """A text that tells an op from others, whatever order they were recorded in."""
     attributes = [info(n).key for n in op.all_input_nodes if n.op == "get_attr"]
     return " ".join((info(op).module, op_name(op), *attributes))
 
@@ -243,9 +247,13 @@ def _joined(pieces: list[list[fx.Node]]) -> list[list[fx.Node]]:
     group = list(range(len(pieces)))
     for op, i in number.items() if len(pieces) > 1 else ():
         for _, user in _uses(op):
-            one, other = group[i], group[number.get(user, i)]
+            one = group[i]
+            other = group[number.get(user, i)]
             group = [one if g == other else g for g in group] if one != other else group
-    return [[op for op, i in number.items() if group[i] == g] for g in dict.fromkeys(group)]
+    joined: dict[int, list[fx.Node]] = {}
+    for op, i in number.items():
+        joined.setdefault(group[i], []).append(op)
+    return list(joined.values())
 
 
 class _Code(NamedTuple):
@@ -255,7 +263,7 @@ class _Code(NamedTuple):
     jumps: tuple[int, ...]  # instructions that may go elsewhere than to the next one
 
     def may_skip(self, before: int, after: int) -> bool:
-        """Whether there is a jump between two instructions: one iteration may run this one, and another that one."""
+        """Whether a jump lies between two instructions, so that an iteration may run only one of them."""
         return bisect.bisect(self.jumps, before) < bisect.bisect(self.jumps, after)
 
 

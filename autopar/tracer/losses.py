@@ -54,7 +54,8 @@ def means_are_sums(graph: Graph) -> None:
     with rewriting(graph, "mean") as nodes:
         for node in nodes:
             given: Any = node.kwargs["input"]
-            shape, dim = info(given).outputs[0].shape, node.kwargs.get("dim")
+            shape = info(given).outputs[0].shape
+            dim = node.kwargs.get("dim")
             dims = (dim,) if isinstance(dim, int) else range(len(shape)) if dim is None else dim
             count = math.prod(shape[d] for d in dims if shape)
             dtype = node.kwargs.get("dtype") or type_of(given).torch_dtype

@@ -15,7 +15,7 @@ class Names:
         self.of: dict[int, tuple[str, ...]] = {}  # id(fake) -> all names of its tensor
         self.kinds: dict[int, str] = {}  # id(fake) -> "parameter" or "buffer"
         self.taken: set[str] = set()  # names that plans know
-        self.fakes: list[Tensor] = []  # of the module's tensors
+        self.fakes: list[Tensor] = []  # one for each tensor of the module
         self.sharing: set[int] = set()  # ids of the fakes whose memory has another name
 
     def learn(self, root: torch.nn.Module, fakes: list[Tensor]) -> None:

@@ -56,7 +56,8 @@ def no_ops_leave(graph: Graph) -> None:
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
     """The value that a node repeats if their types agree; None where it does something."""
-    name, given = op_name(node), node.kwargs.get("input")
+    name = op_name(node)
+    given = node.kwargs.get("input")
     if name == "cat":
         given = _only_part(node)
     elif name == "add":

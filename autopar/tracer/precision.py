@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from autopar.tracer.recorder import Recorder
 
-DTYPES = {  # by the names that a caller may use
+DTYPES = {  # name that a caller may use -> torch's name
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
     "fp16": "float16",
@@ -107,7 +107,8 @@ class NormsOfTwoDtypes(TorchFunctionMode):
         given = inspect.signature(function).bind(*args, **kwargs)
         given.apply_defaults()
         named = given.arguments
-        input, statistics = named["input"], {n: named[n] for n in _STATISTICS if named[n] is not None}
+        input = named["input"]
+        statistics = {n: named[n] for n in _STATISTICS if named[n] is not None}
         stored = next((t.dtype for t in statistics.values()), input.dtype)
         if stored == input.dtype:
             return function(**named)

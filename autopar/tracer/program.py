@@ -29,11 +29,11 @@ class Recording:
         self.graph = fx.Graph()
         self.place = place
         self.top: fx.Node | None = None  # the last input or attribute: they stand together on top
-        self.counts: dict[str, int] = {}  # of each op in each module, the number of the last one
+        self.counts: dict[str, int] = {}  # module and op -> number of the last such node
         self.own_names: dict[str, Callable[..., Any]] = {}  # names of ops without an entry, and the functions they name
         self.origins: dict[int, fx.Node] = {}  # id(tensor) -> the node that it entered as
         self.stack = Stack()
-        self.places: dict[fx.Node, Place] = {}  # of ops
+        self.places: dict[fx.Node, Place] = {}  # op -> its place in loops and calls
 
     def add_input(self, tensor: Tensor, name: str) -> fx.Node:
         """Add a placeholder for an input tensor."""
@@ -72,7 +72,8 @@ class Recording:
 
     def split(self, node: fx.Node) -> list[fx.Node]:
         """Add the parts of an op with several outputs."""
-        about, parts = info(node), []
+        about = info(node)
+        parts = []
         for i, type_ in enumerate(about.outputs):
             part = self.graph.create_node("call_function", operator.getitem, (node, i), name=f"{node.name}_{i}")
             part.meta["info"] = replace(about, key=f"{about.key}[{i}]", kind="part", outputs=(type_,), random=-1)
@@ -121,7 +122,10 @@ class Recording:
 
     def _put_op(self, node: fx.Node, regions: dict[int, int]) -> None:
         """Put an op last, with its parts; `regions` are new numbers of checkpoint regions."""
-        op, about, end, names = node.target, info(node), self.graph.output_node(), self.graph._graph_namespace
+        op = node.target
+        about = info(node)
+        end = self.graph.output_node()
+        names = self.graph._graph_namespace
         if op.signature is None:
             node.target = op = self._apart(replace(op, name=op.name.rstrip("'")))
         end.prepend(node)

@@ -186,7 +186,8 @@ class Recorder:
 
     def type_of_run(self, op: Any, arguments: dict[str, Any]) -> TensorType:
         """The type of an op's result, found by running it on the fakes."""
-        was_running, self.place.is_running = self.place.is_running, False
+        was_running = self.place.is_running
+        self.place.is_running = False
         try:
             return TensorType.of(op.run(arguments))
         finally:
@@ -269,7 +270,8 @@ class Recorder:
         narrow = getattr(torch, dtype)
         if not any(t.dtype == narrow for t in tensors_in(args, kwargs)):
             return False
-        was_running, self.place.is_running = self.place.is_running, False
+        was_running = self.place.is_running
+        self.place.is_running = False
         try:
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.float() if t.dtype == narrow else t, (args, kwargs))
             function(*args, **kwargs)

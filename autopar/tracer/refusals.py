@@ -53,7 +53,7 @@ _IN_FORWARD_MODE = "elem.device.type must be 'meta'"  # torch says so of a tange
 
 @contextlib.contextmanager
 def telling_whose_error(who: str = "the model", advice: str = _RUN_ON_SHAPES) -> Iterator[None]:
-    """Turn errors of `who`, whose code runs in the block, into letters with their place; autopar's own errors stay."""
+    """Turn errors of the code of `who`, run in the block, into letters; autopar's own errors stay."""
     try:
         yield
     except Letter:
@@ -63,7 +63,7 @@ def telling_whose_error(who: str = "the model", advice: str = _RUN_ON_SHAPES) ->
         frames = [f for f in traceback.extract_tb(e.__traceback__) if f.filename != patches.__file__]
         ours = [f.name for f in frames if f.filename.startswith(_HERE)]
         is_raised_here = frames[-1].filename.startswith(_HERE) and frames[-1].name not in _CALL_TORCH
-        if is_raised_here or ours[-1] not in _RUN_WHAT_THE_MODEL_RUNS:  # it passed something of ours last
+        if is_raised_here or ours[-1] not in _RUN_WHAT_THE_MODEL_RUNS:  # The error is autopar's.
             raise
         at = next((f for f in reversed(frames) if not is_ours(f.filename)), None) or next(
             (f for f in reversed(frames) if f.name == "forward"), frames[-1]
@@ -84,7 +84,7 @@ def _words_of(error: Exception) -> str:
     """The text of an error behind a colon; empty where the error cannot be printed."""
     try:
         return f": {error}"
-    except Exception:  # of a __str__ that fails
+    except Exception:  # A user's __str__ may fail.
         return ""
 
 

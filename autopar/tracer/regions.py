@@ -65,7 +65,7 @@ def captured(recorder: Recorder) -> Iterator[None]:
 
 
 def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
-    yield torch.jit.optimized_execution(False)  # its autodiff would detach what it runs
+    yield torch.jit.optimized_execution(False)  # The autodiff of torch.jit would detach its results.
     yield torch.compiler.set_stance("force_eager")
     yield brief_patches.function_apply(lambda original: _apply(recorder, original))
     yield brief_patches.clear_autocast_cache(lambda original: _clearing(recorder, original))
@@ -73,7 +73,8 @@ def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     if recorder.assumptions.declared.no_padding:
         yield brief_patches.transformers_look_at_masks()
     yield brief_patches.transformers_cache_nothing()
-    what, advice = "seeds or sets torch's generator inside forward", "seeding outside the model"
+    what = "seeds or sets torch's generator inside forward"
+    advice = "seeding outside the model"
     yield brief_patches.seeding(lambda name, original: _refusing(recorder, name, original, what, advice))
     yield brief_patches.saved_tensors_hooks(
         lambda original: _refusing(

@@ -143,8 +143,10 @@ def by_layers(recurrent: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         has_many = isinstance(hx, (tuple, list))  # a state and a cell
         held = hx if has_many else (hx,)
-        directions, each = 2 if bidirectional else 1, len(params) // num_layers
-        values, ends = input.transpose(0, 1) if batch_first else input, []
+        directions = 2 if bidirectional else 1
+        each = len(params) // num_layers
+        values = input.transpose(0, 1) if batch_first else input
+        ends = []
         for layer in range(num_layers):
             states = [h.narrow(0, layer * directions, directions) for h in held]
             weights = params[layer * each : (layer + 1) * each]
@@ -174,7 +176,8 @@ def cumulative_batch_norm(module: _BatchNorm, input: Tensor) -> Tensor:
     before = [t.clone() for t in running]
     statistics = module.running_mean, module.running_var
     result = F.batch_norm(input, *statistics, module.weight, module.bias, True, 1.0, module.eps)
-    for now, old in zip(running, before, strict=True):  # which hold those of this batch now
+    # A momentum of 1 has set the running statistics to those of this batch.
+    for now, old in zip(running, before, strict=True):
         share = 1.0 / module.num_batches_tracked.to(now.dtype)
         now.copy_(now * share + old * (1 - share))
     return result
@@ -210,7 +213,8 @@ def repeats_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def adds_no_vector(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a linear has a bias that is not one number per column."""
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    bias, weight = given.get("bias"), given["weight"]
+    bias = given.get("bias")
+    weight = given["weight"]
     return isinstance(bias, Tensor) and weight.dim() == 2 and tuple(bias.shape) != (weight.shape[0],)
 
 

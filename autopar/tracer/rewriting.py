@@ -22,7 +22,8 @@ def emit(near: fx.Node, op: str, out: TensorType | None = None, **arguments: Any
 
     Its type is `out`, or else found by running it on meta tensors.
     """
-    about, graph = info(near), near.graph
+    about = info(near)
+    graph = near.graph
     name = f"{about.module}_{op}".replace(".", "_").strip("_") or op
     node = graph.create_node("call_function", OPS[op], (), arguments, name=name)
     if out is None:

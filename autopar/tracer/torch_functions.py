@@ -41,7 +41,7 @@ QUERIES = frozenset(
         torch.finfo,
     }
 )
-# what a graph cannot hold, with the reason and the advice of the letter
+# Functions that a graph cannot hold, with the reason and the advice of the letter.
 REFUSED = {
     **dict.fromkeys(
         (_T.register_hook, _T.retain_grad, _T.register_post_accumulate_grad_hook),

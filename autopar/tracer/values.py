@@ -110,7 +110,8 @@ class Values:
 
     def _is_trained(self, tensor: Tensor) -> bool:
         """Whether the gradient of a tensor reaches an input or a tensor of the module."""
-        seen, pending = set(), [tensor.grad_fn]
+        seen = set()
+        pending = [tensor.grad_fn]
         while pending:
             step = pending.pop()
             if step is None or step in seen:
@@ -192,7 +193,7 @@ class Values:
         self.recipes.pop(id(tensor), None)
 
     def _parent(self, tensor: Tensor) -> Tensor | None:
-        """The tensor that this one is a view of; None where it is no view."""
+        """The tensor that this one is a view of, or None."""
         if id(tensor) not in self.recipes:
             return None
         for operand in tensors_in((), self.recipes[id(tensor)].arguments):
@@ -204,11 +205,12 @@ class Values:
 
     def refuse_write(self, target: Tensor, name: str) -> None:
         """Refuse writes that a graph of values cannot hold."""
-        recorder, base = self.recorder, target
+        recorder = self.recorder
+        base = target
         recorder.node(target)
         while (parent := self._parent(base)) is not None:
             base = parent
-            recorder.node(base)  # as it is before the write, with the gradient that it has then
+            recorder.node(base)  # The write may change requires_grad, so the node comes first.
         if id(base) in recorder.names.sharing:
             raise recorder.letter(
                 f"{name} writes to memory that another tensor of the model or its inputs shares",
@@ -234,7 +236,9 @@ class Values:
     def write(self, target: Tensor, value: fx.Node) -> None:
         """Let `target` stand for `value` from here on, and update every view of its memory."""
         self.recorder.hooks.effects += 1
-        family, path, at = self._family(target), {id(target)}, target
+        family = self._family(target)
+        path = {id(target)}
+        at = target
         self._stand_for(target, value)
         while (parent := self._parent(at)) is not None:
             value = self._put_back(parent, at, value)
@@ -245,7 +249,8 @@ class Values:
 
     def _put_back(self, parent: Tensor, view: Tensor, value: fx.Node) -> fx.Node:
         """The parent with `value` where `view` reads it, by the inverse of one view op."""
-        recipe, recorder = self.recipes[id(view)], self.recorder
+        recipe = self.recipes[id(view)]
+        recorder = self.recorder
         is_known = id(parent) in self.nodes and id(parent) not in self.stale
         before = self.nodes[id(parent)] if is_known else recorder.node(parent)
         type_ = replace(type_of(before), requires_grad=type_of(before).requires_grad or type_of(value).requires_grad)

@@ -9,7 +9,8 @@ from typing import Any
 def watched(value: int | float, name: str, decides: set[str]) -> int | float:
     """A number that adds its name to a set where something goes by it; so does what is computed from it."""
     made: Any = (_Int if isinstance(value, int) else _Float)(value)
-    made.name, made.decides = name, decides
+    made.name = name
+    made.decides = decides
     return made
 
 
@@ -49,7 +50,7 @@ def _decided(of: type, name: str) -> Callable[..., Any]:
 
 
 _ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv neg pos abs pow rpow".split()
-# of a division without a rest: it may be alike for the next call, and not for the tenth
+# Floor division and modulo decide: their result may be the same in the next call and differ in the tenth.
 _DECISIONS = "bool eq ne lt le gt ge hash floordiv rfloordiv mod rmod divmod int float round trunc floor ceil".split()
 for _cls, _of in ((_Int, int), (_Float, float)):
     for _name in _ARITHMETIC:

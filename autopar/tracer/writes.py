@@ -42,7 +42,9 @@ def in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
     if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and recorder.values.is_that_view(*args[:3]):
         return recorder.execute(function, args, kwargs)  # z[1:] += y puts back what is there already
     _refuse_ambiguous(recorder, function, made, arguments, args, target)
-    before, old = recorder.resolved(arguments), recorder.node(target)  # the operands as they are before the write
+    # The operands are those before the write.
+    before = recorder.resolved(arguments)
+    old = recorder.node(target)
     may_promote = made is not None and _may_promote(made, arguments, target)
     result = recorder.execute(function, args, kwargs)
     after = TensorType.of(target)
@@ -63,7 +65,8 @@ def turned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
 
     Refused where other tensors share its memory, as one value would have two shapes.
     """
-    target, name = args[0], name_of(function)
+    target = args[0]
+    name = name_of(function)
     if recorder.values.is_shared(target):
         raise recorder.letter(f"{name} gives another shape to a tensor that others are views of", args, name[:-1])
     before = recorder.node(target)

@@ -133,5 +133,5 @@ def test_inductor_too():
 @pytest.mark.parametrize("wrong", ["fastest", 3, None])
 def test_what_is_no_backend_is_a_letter(wrong):
     model, batch = mlp_case()
-    with pytest.raises(NotServed, match="no backend"):
+    with pytest.raises(NotServed, match="not a backend"):
         on_threads(1, lambda rank: autopar.autoparallelize(copy.deepcopy(model), batch, mesh=1, compile=wrong))

@@ -184,7 +184,7 @@ def other_object(m, x, y):
 REFUSED = {
     "a count": (count_in_a_dict, {"state": {"calls": 0}}, "state.calls and goes by it: each call is another program"),
     "a gradient": (with_its_gradient, {"held": [ZEROS]}, "held.0 and goes by it: it has a gradient"),
-    "an object": (other_object, {"memory": None}, "memory and goes by it: what it sets there is no number"),
+    "an object": (other_object, {"memory": None}, "memory and goes by it: what it sets there is not a number"),
 }
 
 

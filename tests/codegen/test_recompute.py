@@ -542,7 +542,7 @@ def test_a_users_policy_says_what_is_recomputed(halved):
     assert plan.recomputed and all("mlp" in name for name in plan.recomputed) and asked
     with pytest.raises(autopar.NotServed, match="nobody"):
         autopar.plan(model, batch, mesh=(1,), recompute=lambda of, budget: ["nobody"], memory_budget="inf")
-    with pytest.raises(autopar.NotServed, match="no policy"):
+    with pytest.raises(autopar.NotServed, match="not a policy"):
         autopar.plan(model, batch, mesh=(1,), recompute="everything")
     with pytest.raises(autopar.NotServed, match="has raised ZeroDivisionError") as letter:
         autopar.plan(model, batch, mesh=(1,), recompute=lambda of, budget: [1 // 0], memory_budget="inf")

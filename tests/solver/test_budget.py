@@ -203,7 +203,7 @@ def test_more_memory_is_never_slower(name):
 @pytest.mark.parametrize("budget", ["16 gigs", "", -1, 0, True, "GiB", [1]])
 def test_a_budget_that_cannot_be_read_is_a_letter(budget):
     model, batch = mlp_case()
-    with pytest.raises(BadBudget, match="no number of bytes"):
+    with pytest.raises(BadBudget, match="not a number of bytes"):
         autopar.plan(model, batch, mesh=2, memory_budget=budget)
 
 

@@ -260,8 +260,8 @@ LETTERS = {
     "no such policy": ((*PLAN, "--recompute", "ful"), "did you mean 'full'"),
     "an odd constraint": ((*PLAN, "--constrain", "head.weight"), "is no constraint"),
     "a constraint of nothing": ((*PLAN, "--constrain", "heat.weight=S(0)@0"), "heat.weight"),
-    "no folder": ((*PLAN, "--out", "/nowhere/at/all.json"), "there is no folder"),
-    "no folder for a trace": (("timeline", *PLAN[1:], "--out", "/nowhere/at/all.json"), "there is no folder"),
+    "no folder": ((*PLAN, "--out", "/nowhere/at/all.json"), "the folder of"),
+    "no folder for a trace": (("timeline", *PLAN[1:], "--out", "/nowhere/at/all.json"), "the folder of"),
     "more ranks than a machine has": (
         ("timeline", f"{HERE}:with_inputs", "--mesh", "32", "--measure", "--out", "/tmp/step.json"),
         "starts a local process for each",
@@ -278,7 +278,7 @@ LETTERS = {
     "a page over its plan": (("report", "{plan}", "-o", "{plan}"), "would be written over"),
     "budgets of no page": ((*PLAN, "--budgets", "5"), "--report plan.html"),
     "no such place": (("explain", "{plan}", "block.*.up"), "has no site called"),
-    "no ranks": (("calibrate", "--ranks", "0"), "no number of ranks"),
+    "no ranks": (("calibrate", "--ranks", "0"), "not a number of ranks"),
     "no such kind": (("fit", f"{HERE}:with_inputs", "--clusters", "h1000"), "did you mean 'h100'"),
 }
 
