@@ -27,6 +27,7 @@ _HOME = {  # public name -> the module that holds it
     "R": "autopar.sharding.placement",
     "S": "autopar.sharding.placement",
     "P": "autopar.sharding.placement",
+    "AutoparError": "autopar.letters",
     "Letter": "autopar.letters",
     "NoRule": "autopar.letters",
     "Infeasible": "autopar.letters",

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-_Kind = TypeVar("_Kind", bound="Letter")
+_Kind = TypeVar("_Kind", bound="AutoparError")
 
 
 def among(names: Iterable[str], given: Any) -> str:
@@ -28,8 +28,8 @@ def among(names: Iterable[str], given: Any) -> str:
     return f"known: {', '.join(known)}{meant}"
 
 
-class Letter(Exception):
-    """An error for the user: a sentence, then the lines `at`, `with` and `try` that apply."""
+class AutoparError(Exception):
+    """Base of the errors that autopar raises: a sentence, then the lines `at`, `with` and `try` that apply."""
 
     def __init__(self, what: str, *, at: str = "", seen: str = "", advice: str = "") -> None:
         self.what, self.at, self.seen, self.advice = map(_printable, (what, at, seen, advice))
@@ -52,60 +52,63 @@ class Letter(Exception):
         return _rebuild, (type(self), self.parts)
 
 
+Letter = AutoparError  # The name that the class had first, kept for code that catches it.
+
+
 def _printable(text: str) -> str:
     """The text with lone surrogates as escapes: users and files may have them, and no stream takes them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _rebuild(cls: type[Letter], parts: dict[str, Any]) -> Letter:
+def _rebuild(cls: type[AutoparError], parts: dict[str, Any]) -> AutoparError:
     return cls(**parts)
 
 
-class NotServed(Letter):
+class NotServed(AutoparError):
     """An argument or a situation that no stage of this version handles."""
 
 
-class NotCaptured(Letter):
+class NotCaptured(AutoparError):
     """The tracer met something that a graph cannot hold."""
 
 
-class NoRule(Letter):
+class NoRule(AutoparError):
     """An op has no sharding rule, and the caller asked for strictness."""
 
 
-class BadRule(Letter):
+class BadRule(AutoparError):
     """A sharding rule that cannot be read, or does not fit its operands."""
 
 
-class BadSharding(Letter):
+class BadSharding(AutoparError):
     """A sharding, placement or mesh that cannot be read or cannot exist."""
 
 
-class BadConstraint(Letter):
+class BadConstraint(AutoparError):
     """A constraint that matches nothing, or that no strategy can satisfy."""
 
 
-class BadBudget(Letter):
+class BadBudget(AutoparError):
     """A memory budget that cannot be read."""
 
 
-class BadPreset(Letter):
+class BadPreset(AutoparError):
     """A preset that is not known, or that the mesh or the model cannot carry."""
 
 
-class BadCluster(Letter):
+class BadCluster(AutoparError):
     """A cluster description that cannot be found or read."""
 
 
-class BadGraph(Letter):
+class BadGraph(AutoparError):
     """A graph that cannot be written, or a text that does not read as one."""
 
 
-class BadPlan(Letter):
+class BadPlan(AutoparError):
     """A plan that cannot be read, or belongs to another model."""
 
 
-class Infeasible(Letter):
+class Infeasible(AutoparError):
     """No plan satisfies what was asked.
 
     Where a budget is in the way, `needs` are the bytes that any plan needs, and `smallest` those of the smallest plan
@@ -142,33 +145,33 @@ class Infeasible(Letter):
         return self.needs > 0 and math.isinf(self.smallest)
 
 
-class Lost(Letter):
+class Lost(AutoparError):
     """Another rank hangs, has ended, or has raised."""
 
 
-class Anomaly(Letter):
+class Anomaly(AutoparError):
     """A gradient is not a number, and torch.autograd.detect_anomaly asks to be told."""
 
 
-class BadWeights(Letter):
+class BadWeights(AutoparError):
     """A file of weights that cannot be read, or is of another model."""
 
 
-class BadInput(Letter):
+class BadInput(AutoparError):
     """Inputs of the parallel model that differ from what it was lowered for."""
 
 
-class Disagreement(Letter):
+class Disagreement(AutoparError):
     """Ranks hold different plans, programs or worlds."""
 
 
-class NotCertified(Letter):
+class NotCertified(AutoparError):
     """An emitted program whose values do not lie as its ops need them: an error of autopar, caught before it runs."""
 
 
-class Diverged(Letter):
+class Diverged(AutoparError):
     """`autopar.watch` has found copies that differ between ranks, or a gradient that is not that of a single device."""
 
 
-class Consumed(Letter):
+class Consumed(AutoparError):
     """The single-device model was used after it became the parallel one."""

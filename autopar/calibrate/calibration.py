@@ -32,7 +32,8 @@ from autopar.sharding.cluster import Cluster, Link, Timed
 from autopar.sharding.device import Device
 from autopar.sharding.mesh import DeviceMesh
 
-LASTS, HELD = 4e-3, 64 * 2**20  # least seconds of a repetition, and bytes of results that it holds at once
+LASTS = 4e-3  # least seconds of a repetition
+HELD = 64 * 2**20  # most bytes of results that a repetition holds at once
 AHEAD_S = 2e-3  # seconds of work that are queued on a GPU in front of what is timed
 KEPT = 2**20  # bytes that the host's allocator keeps for reuse
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -64,7 +65,8 @@ def calibrate(
     ops, figures = _alone(mesh, device, min(5, repetitions), workloads, stages)
     hidden = 1.0
     if mesh.size > 1:
-        axis, product_s = next(a for a in axes.values() if a.size > 1), figures[DTYPES.index("float32")]
+        axis = next(a for a in axes.values() if a.size > 1)
+        product_s = figures[DTYPES.index("float32")]
         (hidden,) = stages.run(
             "compute beside a collective", 0, lambda _: [_hidden(axis, device, repetitions, product_s)]
         )
@@ -118,7 +120,8 @@ class Alone:
     """
 
     def __init__(self, device: str, repetitions: int) -> None:
-        self.device, self.repetitions = device, repetitions
+        self.device = device
+        self.repetitions = repetitions
         self.own = self.wall = 0.0
         self._ahead = torch.rand(4096, 4096, device=device).bfloat16() if device == "cuda" else None
 
@@ -147,13 +150,15 @@ class Alone:
         return float(start.elapsed_time(end)) / 1e3 / calls
 
     def _once(self, run: Callable[[], Any], calls: int) -> float:
-        held, left = list[Any](), HELD
+        held = list[Any]()
+        left = HELD
         start, wall = time.process_time(), time.perf_counter()
         for _ in range(calls):  # results stay a while, as what is kept for backward does: their memory is fresh
             held.append(result := run())
             left -= _nbytes(result)
             if left < 0:
-                held, left = [], HELD
+                held = []
+                left = HELD
         own = time.process_time() - start
         self.own, self.wall = self.own + own, self.wall + time.perf_counter() - wall
         return own / calls
@@ -260,7 +265,8 @@ def _optimizer_steps(mesh: DeviceMesh, device: str) -> Iterator[tuple[str, int, 
         "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
         "autopar-adamw": AdamW,
     }
-    torch_mesh, count = mesh.to_torch(device), 8
+    torch_mesh = mesh.to_torch(device)
+    count = 8
 
     def made(optimizer: Callable[..., Any], elements: int) -> Any:
         whole = [Replicate()] * torch_mesh.ndim
@@ -280,7 +286,8 @@ def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> floa
 
     1 where they share nothing, 0 where they share their cores.
     """
-    x, y = torch.ones(2**20, device=device), torch.ones(*[_width(device)] * 2, device=device)
+    x = torch.ones(2**20, device=device)
+    y = torch.ones(*[_width(device)] * 2, device=device)
     (move,) = timed([lambda: STEPS["all_reduce"](x, axis)], device, repetitions)
     count = max(1, round(move / product_s))
 
@@ -290,7 +297,8 @@ def _hidden(axis: Axis, device: str, repetitions: int, product_s: float) -> floa
             y @ y
         finish(pending)
 
-    run, together = count * product_s, timed([both], device, repetitions)[0]
+    run = count * product_s
+    together = timed([both], device, repetitions)[0]
     return min(1.0, max(0.0, (run + move - together) / min(run, move)))
 
 
@@ -300,13 +308,12 @@ def _width(device: str) -> int:
 
 def _of_device(device: str) -> tuple[list[Callable[[], Any]], int]:
     """Calls that time a product in each dtype, a copy and a small op; and the bytes of the copy."""
-    width, copied = _width(device), 2**28 if device == "cuda" else 2**24
+    width = _width(device)
+    copied = 2**28 if device == "cuda" else 2**24
     squares = [torch.rand(width, width, device=device).to(getattr(torch, dtype)) for dtype in DTYPES]
-    source, target, small = (
-        torch.ones(copied // 4, device=device),
-        torch.empty(copied // 4, device=device),
-        torch.ones(8, device=device),
-    )
+    source = torch.ones(copied // 4, device=device)
+    target = torch.empty(copied // 4, device=device)
+    small = torch.ones(8, device=device)
     return [*(lambda x=x: x @ x for x in squares), lambda: target.copy_(source), lambda: small.add(1)], copied
 
 
@@ -315,9 +322,11 @@ def _device(device: str, local: int, figures: Sequence[float]) -> Device:
     rates = [(dtype, 2 * _width(device) ** 3 / taken) for dtype, taken in zip(DTYPES, products, strict=True)]
     if device == "cuda":
         about = torch.cuda.get_device_properties(torch.cuda.current_device())
-        name, memory = about.name, about.total_memory
+        name = about.name
+        memory = about.total_memory
     else:
-        name, memory = "CPU rank", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+        name = "CPU rank"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
     return Device(
         name,
         tuple(sorted(rates)),

@@ -29,7 +29,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SIZES = (4, 64, *(4**k * 4096 for k in range(7)))
 TURNS_S = 60e-3  # least length of a repetition: many turns of ranks that share a core, of some milliseconds each
 PAIR_S = 4e-3  # the same for two ranks, as there are many pairs
-WIDTH, BETWEEN = 256, 3  # products of that width, about two milliseconds, between a collective and the next
+BETWEEN = 3  # products of two squares between a collective and the next, about two milliseconds
+WIDTH = 256  # rows and columns of such a square
 LEAST_S = 1e-6  # least seconds of a collective: none is faster than a function that does nothing
 
 Run = Callable[[], Any]
@@ -40,7 +41,7 @@ def of_axes(
 ) -> tuple[Measured, ...]:
     """Measured times of every kind of collective on every axis that has several devices."""
     places = [(a, axis) for a, axis in enumerate(axes.values()) if axis.size > 1]
-    asked = dict[tuple[str, tuple[int, ...]], list[Run]]()  # by kind and bytes, on each axis
+    asked = dict[tuple[str, tuple[int, ...]], list[Run]]()  # runs on each axis, by kind and bytes
     for kind in KINDS if places else ():
         for size in sizes:
             made = [_collective(kind, axis, size, device) for _, axis in places]
@@ -57,7 +58,8 @@ def of_axes(
 
 def _measured(mesh: DeviceMesh, axis: int, kind: str, times: dict[int, float]) -> Measured:
     """A collective on one axis, from its seconds by bytes."""
-    size, stride = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :])
+    size = mesh.shape[axis]
+    stride = math.prod(mesh.shape[axis + 1 :])
     return Measured(kind, size, stride, *fit(kind, size, times), tuple(sorted(times.items())))
 
 
@@ -68,7 +70,8 @@ def fit(kind: str, n: int, times: dict[int, float]) -> tuple[float, float]:
         per_latency = float(seconds(kind, n=n, whole=0, latency=1.0, wire=1.0))
         per_byte = float(seconds(kind, n=n, whole=size, latency=0.0, wire=1.0))
         terms.append((per_latency / taken, per_byte / taken))
-    matrix, ones = np.array(terms), np.ones(len(terms))
+    matrix = np.array(terms)
+    ones = np.ones(len(terms))
     best = np.linalg.lstsq(matrix, ones, rcond=None)[0]
     if (best <= 0).any():  # one of the two does not show at these sizes
         alone = [float(matrix[:, i] @ ones / (matrix[:, i] @ matrix[:, i])) for i in range(2)]
@@ -189,8 +192,10 @@ def pairs(
 
     `autopar.sharding.topology` makes a mesh of them.
     """
-    ranks, me = dist.get_world_size(), dist.get_rank()
-    latency, bandwidth = ([[0.0] * ranks for _ in range(ranks)] for _ in range(2))
+    ranks = dist.get_world_size()
+    me = dist.get_rank()
+    latency = [[0.0] * ranks for _ in range(ranks)]
+    bandwidth = [[0.0] * ranks for _ in range(ranks)]
     for a in range(ranks):
         for b in range(a + 1, ranks):
             taken = []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 Figures = list[float]
 Tick = Callable[[], None]
-_WIDTH = 30  # of a bar
+_WIDTH = 30  # characters of a bar
 
 
 class Stages:
@@ -24,7 +24,7 @@ class Stages:
 
     def __init__(self, path: str | Path | None = None, about: str = "", out: IO[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self.about = about  # what is asked for: figures of anything else are not taken
+        self.about = about  # the request; figures that a file holds for another are not taken
         self.out = out if out is not None else sys.stderr
         self.is_first = dist.get_rank() == 0
         box = [self._read() if self.is_first else {}]
@@ -51,7 +51,8 @@ class Stages:
     @contextlib.contextmanager
     def _bar(self, name: str, count: int) -> Iterator[Tick]:
         """Yield a function to call after every step; on a terminal it redraws a progress bar."""
-        done, is_seen = 0, self.out.isatty()
+        done = 0
+        is_seen = self.out.isatty()
 
         def tick() -> None:
             nonlocal done

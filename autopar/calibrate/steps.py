@@ -22,10 +22,11 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 
 WARM = 2
-WIDTH, LENGTH = 256, 64  # of the reference
+WIDTH = 256  # width of the reference
+LENGTH = 64  # tokens in a row of its batch
 ROWS = 2, 8  # per device, in the small step and in the large one
 ROUNDS = 3  # times the repetitions of a kernel: all else is multiplied by what steps take
-LEAST = 0.5  # of the seconds of ops alone: less than that is an error of the collectives
+LEAST = 0.5  # a step that took a smaller share of its ops' seconds shows an error of the collectives
 
 
 class Reference(nn.Module):
@@ -105,7 +106,7 @@ def _slowest(steps: Sequence[Callable[[], None]], repetitions: int) -> list[floa
     taken: list[list[float]] = [[] for _ in steps]
     for _ in range(WARM + repetitions):
         for step, seconds in zip(steps, taken, strict=True):
-            step()  # its memory and its code are at hand from now on, as in training
+            step()  # warms caches and memory, as the step before does in training
             dist.barrier()
             start = time.perf_counter()
             step()

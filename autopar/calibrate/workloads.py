@@ -28,12 +28,12 @@ from autopar.runtime.private import FakeTensorMode
 from autopar.sharding.cost_model import BROADCAST
 
 _COLOURS = 3
-WIDTH = 256  # of a row; on a GPU rows of many elements are WIDE
+WIDTH = 256  # elements of a row; tensors larger than any on a CPU have WIDE rows
 WIDE = 2048
-# what lies in caches, and what is fresh memory, cost differently
+# Sizes go from caches to fresh memory, which cost differently.
 ELEMENTS = (2**8, 2**12, 2**15, 2**17, 2**19, 2**20, 2**22)
 ON_GPU = (2**8, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
-# a function, and its operands: those of floating point are trained, but for buffers
+# A function and its operands: those of floating point are trained, but for buffers.
 Call = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 
@@ -46,10 +46,10 @@ class Workload:
     sizes: Sequence[Any] = ELEMENTS
     on_gpu: Sequence[Any] = ON_GPU  # sizes that fill one
     amount: Callable[[Any], float] = float
-    # on a GPU the second size of a call, on which its seconds depend beside its amount: 0 where there is none
+    # The second size of a call on a GPU, on which its seconds depend too; 0 where there is none.
     second_on_gpu: Callable[[Any], float] = lambda size: 0.0
     gradients: Callable[[Any], int] = lambda size: 1  # products in its backward
-    is_last: bool = False  # it stands where a step holds most: the process has to ask for the memory of its results
+    is_last: bool = False  # runs where a step holds most, so its results need new memory of the process
 
     def sizes_on(self, device: str) -> Sequence[Any]:
         return self.on_gpu if device == "cuda" else self.sizes
@@ -96,7 +96,7 @@ def _matmul(size: tuple[int, int, int, int]) -> Call:
 def _attention(**how: bool) -> Callable[[tuple[int, int, int, int]], Call]:
     def call(size: tuple[int, int, int, int]) -> Call:
         b, h, s, d = size
-        heads = tuple(torch.randn(b, s, h, d) for _ in range(3))  # as a linear leaves them
+        heads = tuple(torch.randn(b, s, h, d) for _ in range(3))  # laid out as a linear leaves them
         if "masked" in how:
             mask = torch.ones(b, 1, s, s, dtype=torch.bool).tril()
             return lambda q, k, v, mask: F.scaled_dot_product_attention(
@@ -115,13 +115,14 @@ class Windows:
 
     batch: int
     entering: int  # channels of the input
-    leaving: int  # and of the result
+    leaving: int  # channels of the result
     side: int
     window: int
     step: int = 1
 
     def call(self) -> Call:
-        weight, padding = torch.randn(self.leaving, self.entering, self.window, self.window), self._padding
+        weight = torch.randn(self.leaving, self.entering, self.window, self.window)
+        padding = self._padding
         images = torch.randn(self.batch, self.entering, self.side, self.side)
         if self.are_pictures:
             images = torch.nn.Buffer(images)
@@ -154,7 +155,7 @@ class Windows:
 def _embedding(function: Callable[..., Tensor]) -> Callable[[int], Call]:
     def call(n: int) -> Call:
         table = rows(n)
-        found = len(table) if n <= ELEMENTS[-1] else len(table) // 8  # of a large vocabulary a batch reads a part
+        found = len(table) if n <= ELEMENTS[-1] else len(table) // 8  # a batch reads a part of a large vocabulary
         return function, (torch.randint(0, len(table), (found,)), table)
 
     return call
@@ -435,7 +436,8 @@ def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype =
     The gradients that arrive at the results are drawn, for products of ones draw less power, and are faster. Only
     operands of dtype float32 are cast; buffers get no gradient.
     """
-    function, operands = call[0], tuple(_as(x.to(device), dtype) for x in call[1])
+    function = call[0]
+    operands = tuple(_as(x.to(device), dtype) for x in call[1])
     still = [isinstance(x, torch.nn.Buffer) for x in call[1]]
     trained = [i for i, x in enumerate(operands) if x.is_floating_point() and not still[i]]
 
@@ -462,7 +464,8 @@ def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype =
     end.args = ([*end.args[0], *(n for n in made if n not in end.args[0])],)
     graph.graph.set_codegen(fx.graph.CodeGen())  # lists come as what is in them
     graph.recompile()
-    forward, given = graph.forward, [*operands, *(torch.randn(t.shape, device=device, dtype=t.dtype) for t in tangents)]
+    forward = graph.forward
+    given = [*operands, *(torch.randn(t.shape, device=device, dtype=t.dtype) for t in tangents)]
     return lambda: forward(*given)
 
 

@@ -29,7 +29,7 @@ class Unsaid(NamedTuple):
     """Something in a plan that a target cannot express."""
 
     what: str
-    seconds: float  # of the step, predicted, that the plan spends there or saves by it
+    seconds: float  # predicted seconds of a step that the plan spends there or saves by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Exported:
     """A plan as other systems see it."""
 
     plan: Plan
-    kinds: tuple[str, ...]  # of each axis of the mesh
+    kinds: tuple[str, ...]  # kind of each axis of the mesh
     styles: dict[str, str]  # modules, layers as one, that are cut along the tensor axis: "colwise" or "rowwise"
-    tables: frozenset[str]  # and those of them that are tables of an embedding
+    tables: frozenset[str]  # the tables of embeddings among these modules
     blocks: tuple[str, ...]  # patterns of the blocks whose parameters are stored in parts together
     unsaid: tuple[Unsaid, ...]
 
@@ -72,15 +72,20 @@ class Exported:
         plan = self.plan
         around = {module.rpartition(".")[0] for module in self.styles}
         for axis, kind in enumerate(self.kinds):
-            n, seconds, along = plan.mesh.shape[axis], dict[str, float](), plan.mesh.axes[axis]
+            n = plan.mesh.shape[axis]
+            seconds = dict[str, float]()
+            along = plan.mesh.axes[axis]
             for name, d in plan.decisions.items():
-                module, cut = folded(name.rpartition("/")[0]), cut_of(d, axis) if d.kind == "op" else "nothing"
+                module = folded(name.rpartition("/")[0])
+                cut = cut_of(d, axis) if d.kind == "op" else "nothing"
                 if kind == "tensor":
                     is_lost = cut != "nothing" and module not in self.styles and not _is_within(module, around)
-                    where, more = "along the tensor axis, and whole on each device there", d.seconds
+                    where = "along the tensor axis, and whole on each device there"
+                    more = d.seconds
                 else:
                     is_lost = cut == "weights" and _has_weight(d.op)
-                    where, more = f"along the data axis {along}, and gathered there, where rows are cut", 0.0
+                    where = f"along the data axis {along}, and gathered there, where rows are cut"
+                    more = 0.0
                 if is_lost and d.seconds:
                     what = f"{folded(name)}: {cut} over {n} {where}"
                     seconds[what] = seconds.get(what, 0.0) + more
@@ -125,7 +130,8 @@ def _kind(plan: Plan, axis: int) -> str:
 
 def _styles(plan: Plan, kinds: tuple[str, ...]) -> tuple[dict[str, str], frozenset[str]]:
     """Styles, by other libraries' names, of modules whose weight the tensor axis cuts; and the tables."""
-    styles, tables = dict[str, str](), set[str]()
+    styles = dict[str, str]()
+    tables = set[str]()
     axis = kinds.index("tensor") if "tensor" in kinds else -1
     for name, d in plan.decisions.items() if axis >= 0 else ():
         module, _, op = name.rpartition("/")
@@ -143,12 +149,13 @@ def _styles(plan: Plan, kinds: tuple[str, ...]) -> tuple[dict[str, str], frozens
 
 # -- targets
 
-_FLAGS = {"bfloat16": "bf16", "float16": "fp16"}  # of transformers' Trainer
+_FLAGS = {"bfloat16": "bf16", "float16": "fp16"}  # dtypes as transformers' Trainer names them
 
 
 def _fsdp2(told: Exported) -> str:
     """A Python file with `parallelize(model)`, on torch's own fully_shard and parallelize_module."""
-    shape, policy = tuple(told.degree(kind) for kind in _KINDS), ""
+    shape = tuple(told.degree(kind) for kind in _KINDS)
+    policy = ""
     if told.plan.precision is not None:
         param, reduce = told.plan.precision
         policy = f", mp_policy=MixedPrecisionPolicy(torch.{param}, torch.{reduce})"
@@ -190,7 +197,7 @@ def _style(name: str, style: str, told: Exported) -> str:
     if name in told.tables:
         lies = "input_layouts=Replicate()" if style == "rowwise" else "output_layouts=Replicate()"
     else:
-        is_head = "." not in name and style == "colwise"  # whose logits the loss reads whole
+        is_head = "." not in name and style == "colwise"  # the loss reads whole logits
         lies = "output_layouts=Replicate()" if is_head else ""
     return f"{style.title()}Parallel({lies})"
 

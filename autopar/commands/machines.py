@@ -94,7 +94,7 @@ def _refuse_behind(script: str, arguments: list[str]) -> None:
 def run(asked: argparse.Namespace) -> int:
     """Start a script on local ranks by torchrun; returns its exit status."""
     if not os.path.isfile(asked.script):
-        raise NotServed(f"there is no script {asked.script}", advice="autopar run --ranks 8 train.py")
+        raise NotServed(f"the script {asked.script} does not exist", advice="autopar run --ranks 8 train.py")
     _refuse_behind(asked.script, asked.arguments)
     ranks = asked.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
     given = asked.arguments[asked.arguments[:1] == ["--"] :]

@@ -88,7 +88,7 @@ class Named:
 def _module(path: Path) -> Any:
     if not path.exists():
         raise NoModel(
-            f"there is no file {path}", advice="file.py:build, a configuration such as gpt2, or a config.json"
+            f"the file {path} does not exist", advice="file.py:build, a configuration such as gpt2, or a config.json"
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -132,7 +132,7 @@ def _configuration(name: str) -> Mapping[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
         return {"architecture": data["architectures"][0], "config": {**data, "model_type": data["model_type"]}}
     except (ValueError, KeyError, IndexError, TypeError) as e:
-        raise NoModel(f"{path} is no config.json of a model: {type(e).__name__}: {e}") from None
+        raise NoModel(f"{path} is not the config.json of a model: {type(e).__name__}: {e}") from None
 
 
 def _transformers() -> Any:
@@ -163,7 +163,8 @@ def _batch(config: Any, sizes: Mapping[str, int], device: str) -> dict[str, torc
     sizes = {**_DEFAULT, **sizes}
     rows = sizes["batch"]
     if hasattr(config, "image_size"):
-        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        side = config.image_size
+        channels = getattr(config, "num_channels", 3)
         labels = _whole((rows,), config.num_labels, device)
         return {"pixel_values": torch.randn(rows, channels, side, side, device=device), "labels": labels}
     longest = getattr(config, "max_position_embeddings", None) or sizes["seq"]

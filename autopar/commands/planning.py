@@ -95,5 +95,5 @@ def _number_or_name(text: str | None) -> Any:
 def _constraint(text: str) -> tuple[str, str]:
     pattern, equals, sharding = text.partition("=")
     if not equals:
-        raise Letter(f"--constrain {text!r} is no constraint", advice='--constrain "lm_head.weight=S(0)@0"')
+        raise Letter(f"--constrain {text!r} is not a constraint", advice='--constrain "lm_head.weight=S(0)@0"')
     return pattern, sharding

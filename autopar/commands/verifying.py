@@ -26,7 +26,8 @@ from autopar.solver.plan import Plan
 from autopar.testing.ranks import on_processes
 from autopar.tracer.precision import Precision, reference
 
-_NEAR = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}  # of a tensor's norm, by dtype of compute
+# Allowed errors as shares of a tensor's norm, by the dtype of compute.
+_NEAR = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
 MOST_RANKS = 16
 log = logging.getLogger("autopar")
 _SHOWN = 8
@@ -35,7 +36,8 @@ _Found = tuple[float, dict[str, torch.Tensor]]  # the loss, and gradients by nam
 
 def verify(asked: argparse.Namespace) -> int:
     """Print the largest errors of loss and gradients; returns 1 where one is too large."""
-    plan, named = Plan.load(asked.plan), Named(asked.model, asked.inputs)
+    plan = Plan.load(asked.plan)
+    named = Named(asked.model, asked.inputs)
     if plan.mesh.size > MOST_RANKS:
         raise BadPlan(
             f"the plan is for {plan.mesh.size} devices, and verify starts a local process for each",
@@ -56,7 +58,7 @@ def verify(asked: argparse.Namespace) -> int:
     near = asked.near if asked.near is not None else _NEAR[plan.precision[0] if plan.precision else _dtype(named)]
     errors = _errors(alone, found)
     worst = max(errors.values(), key=lambda e: float("inf") if math.isnan(e) else e)
-    is_right = worst <= near  # what is no number is not
+    is_right = worst <= near  # false where an error is NaN
     certificate = _certificate(graph, plan)
     if asked.json:
         record = {"right": is_right, "allowed": near, "errors": errors, "certificate": certificate}
@@ -84,7 +86,7 @@ def _refuse_no_numbers(batch: Any) -> None:
     for tensor in pytree.tree_leaves(batch):
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
             raise BadInput(
-                "an input holds what is no number, or infinite ones: no error can be told from it",
+                "an input has NaN or infinite values, so that no error can be told from it",
                 advice="torch.randn instead of torch.empty, or --inputs",
             )
 
@@ -120,7 +122,7 @@ def _on_one(rank: int, named: Named, plan: Plan, batch: Any) -> _Found:
 
 
 def _on_rank(rank: int, named: Named, plan: Plan, batch: Any) -> _Found:
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how full_tensor gathers
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # no warnings about full_tensor
     torch.manual_seed(0)
     model = named.made("cpu")[0]
     parallel = autopar.autoparallelize(model, batch, plan=plan)

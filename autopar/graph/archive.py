@@ -64,11 +64,12 @@ def read_fields(text: str) -> dict[str, Any]:
         data = json.loads(text)
         if data.get("autopar_graph") != VERSION:
             raise BadGraph(
-                "this is no graph that autopar has written",
+                "this is not a graph that autopar has written",
                 seen=str(data.get("autopar_graph", "no version")),
                 advice=f"version {VERSION}",
             )
-        made, nodes = fx.Graph(), dict[str, fx.Node]()
+        made = fx.Graph()
+        nodes = dict[str, fx.Node]()
         for entry in data["nodes"]:
             _read_node(made, nodes, entry)
         return {
@@ -244,7 +245,9 @@ def _read(value: Any, nodes: dict[str, fx.Node]) -> Any:
 
 
 def _read_node(made: fx.Graph, nodes: dict[str, fx.Node], entry: dict[str, Any]) -> None:
-    target, args, kwargs = entry["target"], _read(entry["args"], nodes), _read(entry["kwargs"], nodes)
+    target = entry["target"]
+    args = _read(entry["args"], nodes)
+    kwargs = _read(entry["kwargs"], nodes)
     if entry["kind"] == "output":
         node = made.output(args[0])
     elif entry["kind"] in ("placeholder", "get_attr"):
@@ -291,5 +294,6 @@ def _function(name: str) -> Any:
     if name in torch_functions():
         return torch_functions()[name]
     raise BadGraph(
-        f"{name} is no function that a tracer meets", advice="for a custom op, import the module that defines it first"
+        f"{name} is not a function that a tracer meets",
+        advice="for a custom op, import the module that defines it first",
     )

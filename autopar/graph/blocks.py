@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.graph.graph import Graph
 
 
-SMALLEST = 4  # ops: two norms alike are no block
+SMALLEST = 4  # ops; two norms that are alike do not make a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Repeat:
     """Blocks that are alike, in the order of the program."""
 
     paths: tuple[str, ...]  # "transformer.h.0", "transformer.h.1", ...
-    nodes: tuple[tuple[fx.Node, ...], ...]  # of each, in the same order
+    nodes: tuple[tuple[fx.Node, ...], ...]  # the nodes of each block, in the same order
 
     def __str__(self) -> str:
         return f"{len(self.paths)} x {len(self.nodes[0])} ops: {', '.join(self.paths)}"

@@ -58,7 +58,7 @@ def _positional(function: Callable[..., Any]) -> list[str]:
     """The names of the parameters that a function takes by position, up to its `*args`."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it is none of Python's
+    except (TypeError, ValueError):  # the function is not written in Python
         return []
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     return [p.name for p in itertools.takewhile(lambda p: p.kind in kinds, parameters)]

@@ -81,11 +81,11 @@ class Graph:
     """The forward of one training step, as canonical ops: the tracer makes it, and every later stage reads it."""
 
     fx: fx.Graph = field(repr=False)
-    input_spec: pytree.TreeSpec = field(repr=False)  # of (args, kwargs)
+    input_spec: pytree.TreeSpec = field(repr=False)  # structure of (args, kwargs)
     input_leaves: tuple[Any, ...]  # a leaf of the inputs: its placeholder's name, or the constant itself
     output_spec: pytree.TreeSpec = field(repr=False)
     output_leaves: tuple[Any, ...]  # a leaf of the outputs: its position in the output node, or the constant
-    output_names: tuple[str, ...]  # of the tensor leaves: "loss", "logits", "0"
+    output_names: tuple[str, ...]  # names of the tensor leaves: "loss", "logits", "0"
     # ("buffer", name), ("attribute", name) or ("input", name): their new values are the last entries of the output node
     updates: tuple[tuple[str, str], ...] = ()
     sets: tuple[tuple[str, Any], ...] = ()  # attributes that a call sets, and to what; tensors are updates
@@ -165,7 +165,8 @@ class Graph:
     @property
     def differentiable(self) -> tuple[int, ...]:
         """Indices of outputs at which gradients arrive: the loss and `backward_from`, or all without a loss."""
-        types, loss = info(self.output).outputs, self.loss
+        types = info(self.output).outputs
+        loss = self.loss
         return tuple(
             i
             for i, name in enumerate(self.output_names)
@@ -255,7 +256,8 @@ class Replay(torch.nn.Module):
 
     def __init__(self, graph: Graph, model: torch.nn.Module) -> None:
         super().__init__()
-        self.graph, self.model = graph, model
+        self.graph = graph
+        self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind_inputs(self.graph, args, kwargs)
@@ -264,7 +266,7 @@ class Replay(torch.nn.Module):
             if kind == "input":
                 leaves[self.graph.inputs[name].target] = leaves[self.graph.inputs[name].target].clone()
         held = next(iter(self.model.parameters()), next(iter(leaves.values()), torch.empty(0)))
-        with torch.device(held.device):  # what comes from nothing is made where the model is
+        with torch.device(held.device):  # tensors without operands are made where the model is
             values = self._run(leaves)
         count = len(self.graph.output_names)
         for (kind, name), value in zip(self.graph.updates, values[count:], strict=True):
@@ -324,7 +326,8 @@ def bind_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             seen=str(spec),
             advice="the same arguments as meta_inputs, positional or by keyword as there",
         )
-    tensors, traced = {}, {node.target for node in graph.inputs.values()}
+    tensors = {}
+    traced = {node.target for node in graph.inputs.values()}
     for name, leaf in zip(graph.input_leaves, leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and isinstance(name, str) and name in traced:
             tensors[name] = leaf

@@ -122,7 +122,7 @@ def write_buffers(model: torch.nn.Module, buffers: Registered, values: Sequence[
     Else, and where two names stand for one tensor, they are written one by one.
     """
     held = [tensor for tensor in buffers.find(model) if type(tensor) is Tensor]
-    are_apart = len(set(map(id, held))) == len(values)  # and there are as many
+    are_apart = len(set(map(id, held))) == len(values)  # every value has a buffer of its own
     if values and are_apart and all(map(_is_like, held, values)):
         copy_each(held, values)
         return

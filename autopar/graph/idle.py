@@ -19,10 +19,10 @@ HELD_BY = ("_forward_pre_hooks", "_forward_hooks")  # the attributes of a module
 class IdleHook:
     """One call of a module's hook that does nothing to the graph."""
 
-    path: str  # of its module
+    path: str  # path of the hook's module
     held_by: str
     key: int  # among the hooks of its module
-    given: Any  # its arguments beside the module: forms in the place of tensors
+    given: Any  # further arguments of the hook, with forms in the places of tensors
 
     def run(self, model: nn.Module, own: tuple[Any, Any]) -> None:
         """Call the hook as its module would, on meta tensors; `own` are the model's pre-hooks and hooks."""

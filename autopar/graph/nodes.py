@@ -67,15 +67,15 @@ class TensorType:
 class Info:
     """What a graph knows about a node, written when the node is made."""
 
-    key: str  # its name in plans: `blocks.0.up/linear`, a parameter's or an input's name
+    key: str  # name in plans: `blocks.0.up/linear`, a parameter's or an input's name
     kind: str  # "parameter", "buffer", "input", "op", "part" (of an op with several outputs), "output"
     outputs: tuple[TensorType, ...]
     module: str = ""  # path of the module that ran it
     source: str = ""  # the user's line: `model.py:84, in forward`
     names: tuple[str, ...] = ()  # a parameter's names, all of them where it is tied
-    random: int = -1  # which random op of the graph it is, in order; -1: none
+    random: int = -1  # index among the random ops of the graph, in order; -1: the op draws nothing
     checkpoint: tuple[int, ...] = ()  # the user's activation-checkpoint regions around it, outermost first
-    # of a random op of one micro-batch: its strategy on the axis of time, and the number of turns
+    # A random op of one micro-batch: its strategy on the axis of time, and the number of turns.
     in_time: tuple[str, int] = ("", 1)
     chunks: int = 1  # chunks of rows in which it runs, forward and backward of each together
 
@@ -139,7 +139,7 @@ class WrittenCall:
     """A call of an op with its text; calls that are written alike are equal."""
 
     op: Any
-    arguments: dict[str, Any] = field(compare=False)  # with types in the places of tensors
+    arguments: dict[str, Any] = field(compare=False)  # types stand in the places of tensors
     written: str  # the same as text
     operands: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]

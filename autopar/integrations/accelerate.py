@@ -39,7 +39,7 @@ from autopar.integrations.adapting import (
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 
-_FOLDER = "autopar"  # in a checkpoint's folder
+_FOLDER = "autopar"  # subfolder of a checkpoint
 
 
 class WholeBatches(accelerate.Accelerator):
@@ -91,9 +91,10 @@ class Accelerator(WholeBatches):
         super().__init__(*args, **how)
         if self.mixed_precision != "no":
             raise NotServed("mixed_precision beside a plan", advice='planning={"precision": "bf16"}')
-        self.planning, self._inputs = dict(planning or {}), inputs
+        self.planning = dict(planning or {})
+        self._inputs = inputs
         self._moves = Moves()
-        self._loader: Any = None  # beside which a model is prepared
+        self._loader: Any = None  # the loader that is prepared together with the model
 
     # -- what is prepared
 
@@ -208,8 +209,10 @@ class Joined:
     """Joins `ranks` batches of rank 0 into one: those that as many ranks would read side by side."""
 
     def __init__(self, batches: Any, ranks: int) -> None:
-        self.batches, self.ranks = batches, ranks
-        self.sampler, self.drop_last = getattr(batches, "sampler", None), getattr(batches, "drop_last", False)
+        self.batches = batches
+        self.ranks = ranks
+        self.sampler = getattr(batches, "sampler", None)
+        self.drop_last = getattr(batches, "drop_last", False)
         self.batch_size = (getattr(batches, "batch_size", None) or 1) * ranks
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ import autopar
 from autopar.integrations.adapting import Moves, agreed, random_states, whole, with_rows_of_rank_0
 from autopar.letters import NotServed
 
-_REST = "rest.pt"  # in a checkpoint's folder
+_REST = "rest.pt"  # file of a checkpoint's folder
 
 
 class AutoparStrategy(DDPStrategy):
@@ -43,10 +43,13 @@ class AutoparStrategy(DDPStrategy):
 
     def __init__(self, batch: Any, *, inputs: str = "global", **planning: Any) -> None:
         super().__init__()
-        self._batch, self._is_global, self._planning = batch, inputs == "global", planning
+        self._batch = batch
+        self._is_global = inputs == "global"
+        self._planning = planning
         self._how = {"inputs": inputs, "outputs": "full" if self._is_global else "local"}
         self._backward_sync_control = _Waits()
-        self._moves, self._parallel = Moves(), list[Any]()
+        self._moves = Moves()
+        self._parallel = list[Any]()
 
     # -- models and optimizers
 
@@ -104,7 +107,7 @@ class AutoparStrategy(DDPStrategy):
     def clip_gradients_norm(self, *args: Any, **how: Any) -> torch.Tensor:
         return whole(super().clip_gradients_norm(*args, **how))
 
-    # -- checkpoints: a folder, in parts as they lie, and what is no tensor of a model beside them
+    # -- checkpoints: a folder with the parts of sharded tensors, and a file with all other states
 
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
         path = Path(self.broadcast(path))
@@ -145,7 +148,7 @@ class AutoparStrategy(DDPStrategy):
 
     def _model_of(self, optimizer: Optimizer) -> nn.Module:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return next(model for model in self._parallel if any(id(p) in held for p in model.parameters()))
+        return next(model for model in self._parallel if not held.isdisjoint(map(id, model.parameters())))
 
 
 class _Waits:

@@ -28,7 +28,8 @@ from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from autopar.runtime.world import world_size
 
-_FOLDER, _SCHEDULER = "autopar", "scheduler.pt"  # in a checkpoint's folder
+_FOLDER = "autopar"  # subfolder of a checkpoint
+_SCHEDULER = "scheduler.pt"
 _INSTEAD = {  # arguments of training that are not served, and what is
     "fp16": 'planning={"precision": "fp16"}',
     "bf16": 'planning={"precision": "bf16"}',
@@ -135,11 +136,12 @@ class Trainer(transformers.Trainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Check the folder; the weights are loaded with the optimizer's states, once the optimizer exists."""
         if not os.path.isdir(os.path.join(resume_from_checkpoint, _FOLDER)):
             raise NotServed(
-                f"{resume_from_checkpoint} is no checkpoint that this Trainer wrote",
+                f"{resume_from_checkpoint} is not a checkpoint that this Trainer wrote",
                 advice="a folder of its own, or from_pretrained for the weights alone",
-            )  # what is in it is loaded with the optimizer, which is not there yet
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -36,7 +36,7 @@ from autopar.integrations.adapting import agreed, keeping_random_states, random_
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 
-_REST = "rest.pt"  # in a checkpoint's folder
+_REST = "rest.pt"  # file of a checkpoint's folder
 
 
 class AutoparStrategy(DDPStrategy):
@@ -44,7 +44,9 @@ class AutoparStrategy(DDPStrategy):
 
     def __init__(self, batch: Any = None, *, part: str | None = None, **planning: Any) -> None:
         super().__init__()
-        self._batch, self._part, self._planning = batch, part, planning
+        self._batch = batch
+        self._part = part
+        self._planning = planning
 
     # -- the model
 
@@ -53,7 +55,7 @@ class AutoparStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         trainer._accelerator_connector.use_distributed_sampler = False  # every rank reads all rows
         for metric in self.lightning_module.modules():
-            if hasattr(metric, "sync_on_compute"):  # of torchmetrics: every rank has seen all rows
+            if hasattr(metric, "sync_on_compute"):  # a metric of torchmetrics; every rank has seen all rows
                 metric.sync_on_compute = False
         if not isinstance(self.parallel, ParallelModule):
             given = self._batch if self._batch is not None else _first_call(trainer, self.parallel)
@@ -76,7 +78,7 @@ class AutoparStrategy(DDPStrategy):
             return named[self._part]
         if type(module).forward is not pl.LightningModule.forward or isinstance(module, ParallelModule):
             return module
-        parts = [child for child in module.children() if any(True for _ in child.parameters())]
+        parts = [child for child in module.children() if next(child.parameters(), None) is not None]
         if len(parts) != 1:
             raise NotServed(
                 f"a LightningModule without a forward, of whose parts {len(parts)} have parameters",
@@ -110,7 +112,7 @@ class AutoparStrategy(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return agreed(decision, self.root_device, everyone=all)
 
-    # -- checkpoints: a folder, in parts as they lie, and what is no tensor of a model beside them
+    # -- checkpoints: a folder with the parts of sharded tensors, and a file with all other states
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -183,7 +185,7 @@ def _first_call(trainer: pl.Trainer, part: nn.Module) -> Any:
         with keeping_random_states(), contextlib.suppress(_Called):
             loop.setup_data()
             batch = trainer.strategy.batch_to_device(next(iter(loop._combined_loader))[0])
-            loop._combined_loader = None  # it is set up again, and draws what it would have drawn
+            loop._combined_loader = None  # training sets it up again, and draws the same rows
             getattr(module, step)(batch, 0)
     finally:
         handle.remove()

@@ -33,9 +33,10 @@ State = tuple[Any, ...]
 Unread = frozenset[tuple[int, int]]
 Ties = dict[int, tuple[Any, ...]]  # id(tensor) -> the first place at which it stands
 
-_MOST_STATES = 16  # that are remembered: one that comes back later is a new one
-_MOST_ENTRIES = 256  # of a list or dict that is watched: tables are longer, and would be looked at in every call
-_IS_OF_PYTHON, _IS_IMMUTABLE = 1 << 9, 1 << 8  # flags of a class
+_MOST_STATES = 16  # states that are remembered; one that comes back later counts as new
+_MOST_ENTRIES = 256  # longer lists and dicts are tables, and not watched: every call would look at them
+_IS_OF_PYTHON = 1 << 9  # flag of a class that is defined in Python
+_IS_IMMUTABLE = 1 << 8  # flag of a class whose attributes cannot be set
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 _GONE = object()
 _LASTING = (
@@ -75,8 +76,8 @@ class Attributes:
         self.modules = modules
         self.keys: dict[Place, list[str]] = {}  # the attributes that are watched
         self.readers: list[tuple[dict[str, Any], Callable[[Any], tuple[Any, ...]]]] = []  # getters of these, by place
-        self.settings: list[tuple[dict[str, Any], str, Any]] = []  # where settings stand, and the objects
-        # for the model itself these are the hooks that it had before it was parallel
+        self.settings: list[tuple[dict[str, Any], str, Any]] = []  # the dict, the key and the object of each
+        # The model itself counts with the hooks that it had before it was parallel.
         forward = [(i, m._forward_pre_hooks, m._forward_hooks) for i, m in enumerate(modules)]
         backward = [(i, m._backward_pre_hooks, m._backward_hooks) for i, m in enumerate(modules) if i]
         self.hooks = [*forward, *backward]
@@ -87,7 +88,7 @@ class Attributes:
         if like is None:
             self.layout = 0  # counts how often what is watched was chosen anew
             self._watch_all()
-            self.states: dict[int, State] = {0: self._now()}  # by number, of the latest
+            self.states: dict[int, State] = {0: self._now()}  # the latest states by number
             self.latest = self.newest = 0  # number of the state last seen, and the highest number
         else:
             if len(modules) != len(like.modules):
@@ -100,7 +101,9 @@ class Attributes:
                 )
             self.layout = like.layout
             self._watch(like.keys)
-            self.states, self.latest, self.newest = dict(like.states), like.latest, like.newest
+            self.states = dict(like.states)
+            self.latest = like.latest
+            self.newest = like.newest
 
     def state(self) -> int:
         """Number of the state that the modules are in now; raises where a module was exchanged for another."""
@@ -113,7 +116,8 @@ class Attributes:
         if now != self.states[self.latest]:
             self.latest = next((i for i, known in self.states.items() if known == now), self.newest + 1)
             if self.latest > self.newest:
-                self.newest, self.states[self.latest] = self.latest, now
+                self.newest = self.latest
+                self.states[self.latest] = now
                 self.states.pop(self.latest - _MOST_STATES, None)
         return self.latest
 
@@ -174,9 +178,9 @@ class Attributes:
         return True
 
     def changed(self, then: State, unread: Unread) -> list[str]:
-        """Text about each thing by which the present state differs from an earlier one, except for what was not read.
+        """Text about each difference between the present state and an earlier one.
 
-        Which parameters train is left out.
+        Attributes that were not read are left out, and which parameters train.
         """
         mine = self.now()
         if mine[2] != then[2]:
@@ -190,13 +194,13 @@ class Attributes:
                     name = ".".join(filter(None, (paths[module], settings, key)))
                     said.append(f"{name} {_as_change(value, before)}")
         for i, path in enumerate(paths):
-            hooks, before = ([hook for hook in state[3] if hook[0] == i] for state in (mine, then))
-            if hooks != before:
+            hooks = [hook for hook in mine[3] if hook[0] == i]
+            if hooks != [hook for hook in then[3] if hook[0] == i]:
                 said.append(f"hooks of {path or 'the model'} have changed")
         if mine[4] != then[4]:
             said.append("the class or forward of a module has changed")
-        held, before = ([p and (p[0], p[2]) for p in state[5]] for state in (mine, then))
-        if held != before:
+        held = [p and (p[0], p[2]) for p in mine[5]]
+        if held != [p and (p[0], p[2]) for p in then[5]]:
             said.append("parameters were tied, untied, cast, added or removed")
         if mine[6] != then[6]:
             said.append("buffers were tied, untied or exchanged for others")
@@ -216,7 +220,7 @@ class Attributes:
     def _watch(self, keys: Mapping[Place, list[str]]) -> None:
         self.keys = {place: of_one for place, of_one in keys.items() if of_one}
         self.readers = [
-            (self._held(place), itemgetter(*of_one, of_one[0]))  # of one key alone a getter gives no tuple
+            (self._held(place), itemgetter(*of_one, of_one[0]))  # a getter of one key alone does not give a tuple
             for place, of_one in self.keys.items()
         ]
         self.settings = [(vars(m), k, v) for m in self.modules for k, v in vars(m).items() if _are_settings(k, v)]

@@ -46,8 +46,9 @@ def is_cut_by_blocks(tensor: DTensor) -> bool:
 
 def rectangles(tensor: DTensor) -> list[Rectangle]:
     """The whole tensor's rectangles on this rank: offsets, sizes, and slices of the local part."""
-    mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    # for each dim the ranges that this rank holds, in order
+    mesh = tensor.device_mesh
+    at = tensor.device_mesh.get_coordinate()
+    # The ranges that this rank holds of each dim, in order.
     runs: list[list[tuple[int, int]]] = [[(0, size)] for size in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if not hasattr(placement, "dim"):
@@ -122,7 +123,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """The single-device state dict, on rank 0's CPU and empty elsewhere, gathered a tensor at a time."""
-    first, found, known = torch.distributed.get_rank() == 0, dict[str, Tensor](), dict[int, Tensor]()
+    first = torch.distributed.get_rank() == 0
+    found = dict[str, Tensor]()
+    known = dict[int, Tensor]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in known:
             full = whole(tensor)
@@ -144,10 +147,12 @@ class Weights:
             ) from e
         if not isinstance(path, (str, Path)):
             raise BadWeights(
-                f"weights={path!r} is no path",
+                f"weights={path!r} is not a path",
                 advice="a .safetensors file, or a directory as save_pretrained writes it",
             )
-        self.path, self._open, self._files = Path(path), safe_open, dict[Path, Any]()
+        self.path = Path(path)
+        self._open = safe_open
+        self._files = dict[Path, Any]()
         if self.path.is_dir() and (index := self.path / "model.safetensors.index.json").is_file():
             try:
                 self.at = {
@@ -155,7 +160,7 @@ class Weights:
                     for name, file in json.loads(index.read_text())["weight_map"].items()
                 }
             except (ValueError, KeyError, AttributeError) as e:
-                raise BadWeights(f"{index} is no index of weights", seen=f"{type(e).__name__}: {e}") from e
+                raise BadWeights(f"{index} is not an index of weights", seen=f"{type(e).__name__}: {e}") from e
         else:
             files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
             self.at = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118
@@ -211,7 +216,8 @@ def read(
 
     The ids of these tensors are returned.
     """
-    weights, prefix = Weights(path), str(getattr(model, "base_model_prefix", "") or "")
+    weights = Weights(path)
+    prefix = str(getattr(model, "base_model_prefix", "") or "")
     saved = set(model.state_dict(keep_vars=True))
     names: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):

@@ -32,7 +32,7 @@ from autopar.runtime.random import SECOND, as_normal, as_uniform, bits_at, key_o
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 
 _DRAWING = threading.Lock()  # ranks that are threads have one generator
-_UNWRITTEN = -7770777  # in whole numbers; nan in others
+_UNWRITTEN = -7770777  # marks integers that are not written yet; nan marks other numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,9 @@ def initialise(model: nn.Module, keep: Callable[[str, Tensor, Tensor], None], gi
 
     `keep(name, on_meta, whole)` gets each tensor when its module is done, and again if a later recipe writes it again.
     """
-    places, done, sums = places_of(model, given), set[int](), list[tuple[str, int]]()
+    places = places_of(model, given)
+    done = set[int]()
+    sums = list[tuple[str, int]]()
     state = from_rank_0(torch.get_rng_state)
     with _DRAWING:
         before = torch.get_rng_state()
@@ -198,7 +200,8 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self, storages: dict[int, int]) -> None:
         super().__init__()
-        self.storages, self.found = storages, dict[int, None]()
+        self.storages = storages
+        self.found = dict[int, None]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         for value, argument in zip(args, function._schema.arguments, strict=False):
@@ -254,7 +257,9 @@ class _ByPosition(TorchDispatchMode):
         self, seed: int, names: dict[int, tuple[str, Tensor]], part_of: Callable[[str, Tensor], list[Tensor]]
     ) -> None:
         super().__init__()
-        self.seed, self.names, self.part_of = seed, names, part_of
+        self.seed = seed
+        self.names = names
+        self.part_of = part_of
         self.which = {tensor.untyped_storage()._cdata: i for i, (_, tensor) in names.items()}
         self.parts: dict[int, Tensor] = {}
         self.places: dict[int, list[Tensor]] = {}
@@ -278,8 +283,9 @@ class _ByPosition(TorchDispatchMode):
 
     def _do(self, i: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Apply to the part what an op does to the whole tensor on meta."""
-        (name, tensor), base = self.names[i], function.overloadpacket
-        if i in self.parts and _is_one_row(tensor, args[0]) and base in _CONSTANTS:  # of a padding index
+        name, tensor = self.names[i]
+        base = function.overloadpacket
+        if i in self.parts and _is_one_row(tensor, args[0]) and base in _CONSTANTS:  # the row of a padding index
             row = args[0].storage_offset() // max(1, tensor.stride(0))
             here = (self.places[i][0] == row).nonzero().flatten()
             self.parts[i].index_fill_(0, here, *(args[1:] or (0.0,)))
@@ -321,7 +327,7 @@ class _ByPosition(TorchDispatchMode):
 
 
 _CONSTANTS = (torch.ops.aten.fill_, torch.ops.aten.zero_)
-_DRAWN = {  # what recipes draw -> the words of its two numbers, with what they are if they are not given
+_DRAWN = {  # random op of a recipe -> names of its two numbers, with their defaults
     torch.ops.aten.normal_: (("mean", 0), ("std", 1)),
     torch.ops.aten.uniform_: (("from", 0), ("to", 1)),
 }

@@ -33,14 +33,15 @@ from autopar.runtime.private import unwatched
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold
 
-Leaves = dict[str, Any]  # those of a call, by name
+Leaves = dict[str, Any]  # leaves of a call by name
 
 
 def padded(
     state: ModelState, padding: Padding, model: nn.Module, leaves: list[Any], structure: Any
 ) -> tuple[list[Any], Bucket | None]:
     """A call's leaves padded to the next multiple, and its bucket, which is None if nothing is padded."""
-    caller, name = state.caller, state.original.__name__
+    caller = state.caller
+    name = state.original.__name__
     named = dict(zip(caller.names(structure), leaves, strict=True))
     shapes = shapes_of(named)
     least, most = least_and_most(shapes, state.setup.device)
@@ -67,7 +68,8 @@ def padded(
 
 def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, bucket: Bucket) -> Kind:
     """Run a call unpadded and padded, forward and backward, without dropout; raise if results differ."""
-    names, waiting = list(named), Waiting(model, state.setup.storage)
+    names = list(named)
+    waiting = Waiting(model, state.setup.storage)
     with torch.inference_mode(False), torch.enable_grad():
         short = _trial(state, model, filled(named, bucket.here, {}), structure, waiting)
         long = _trial(state, model, filled(named, bucket.longer, {}), structure, waiting)
@@ -99,7 +101,8 @@ def _trial(state: ModelState, model: nn.Module, leaves: list[Any], structure: An
     lowered = state.lowered(graph, plan, True, state.rows(graph, structure, cut))
     all_ranks_hold("programs", (plan.digest, plan.mesh, lowered.joint.collectives))
     setup = replace(state.setup, how=replace(state.setup.how, backend=None))
-    situation, places = state.caller.situation(leaves, structure), state.caller.places(graph)
+    situation = state.caller.situation(leaves, structure)
+    places = state.caller.places(graph)
     sight = Sight(state.caller.attributes.now())
     return SituatedProgram(situation, True, lowered, Runner(lowered, setup, waiting), places, sight, 0)
 

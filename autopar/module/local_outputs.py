@@ -73,7 +73,8 @@ def own_rows(
     `gives` says for each output of the first call whether it has rows; other outputs raise a letter.
     """
     outputs = list(named.values())
-    start, length = 0, rows
+    start = 0
+    length = rows
     for axis in parts.axes:
         before, length = part(length, parts.mesh.shape[axis], parts.mesh.coordinate(rank)[axis])
         start += before
@@ -94,7 +95,10 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, start: int, length: int, groups: Any) -> Tensor:
-        ctx.shape, ctx.start, ctx.length, ctx.groups = whole.shape, start, length, groups
+        ctx.shape = whole.shape
+        ctx.start = start
+        ctx.length = length
+        ctx.groups = groups
         return whole.narrow(0, start, length).clone()
 
     @staticmethod

@@ -23,7 +23,7 @@ from autopar.runtime.private import StridedShard
 _WHOLE = 'parallel="dp", which stores parameters whole'
 _WITHOUT_FUSED = (torch.optim.SGD, torch.optim.Adagrad)  # torch has no form of these kernels for DTensors
 _8_BIT = "torchao.optim.AdamW8bit, which steps parts of parameters as it steps whole ones"
-# of the optimizers of other projects: where a class is from, how its name ends, why it fails, what to take instead
+# Optimizers of other projects: where a class is from, how its name ends, why it fails, what to take instead.
 _OTHERS = (
     ("bitsandbytes.", "", "its kernels take plain tensors alone", _8_BIT),
     ("torchao.", "4bit", "its compiled step does not take DTensors", _8_BIT),
@@ -81,7 +81,8 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
                 name, cut[0], "it makes one vector of all parameters: one is cut unevenly or by blocks", _WHOLE
             )
         if isinstance(optimizer, _WITHOUT_FUSED) and group.get("fused"):
-            why, advice = "torch has no such kernel for DTensors", f"{name}(..., foreach=True)"
+            why = "torch has no such kernel for DTensors"
+            advice = f"{name}(..., foreach=True)"
             raise _letter(f"{name}(fused=True)", spread[0], why, advice)
 
 

@@ -56,8 +56,8 @@ class Kind:
 
     fills: Mapping[str, float]
     cuts: tuple[Follows, ...]
-    seen: Any = None  # state of the modules when it was tried,
-    unread: frozenset[tuple[int, int]] = frozenset()  # and the attributes in it that were not read
+    seen: Any = None  # state of the modules when it was tried
+    unread: frozenset[tuple[int, int]] = frozenset()  # attributes in that state that were not read
 
 
 @dataclass(slots=True, eq=False)
@@ -84,12 +84,13 @@ class Padding:
     """The lengths and kinds of calls that `pad_to` has met in one model."""
 
     def __init__(self, to: int, named: Mapping[str, Any]) -> None:
-        self.to, self.given = to, shapes_of(named)
-        self.known: dict[Any, Kind] = {}  # by how the model is called
+        self.to = to
+        self.given = shapes_of(named)
+        self.known: dict[Any, Kind] = {}  # kinds of calls so far, by the key of their buckets
 
     def bucket(self, least: Shapes, here: Shapes, how: Any) -> Bucket:
         """The bucket of a call of these shapes; `least` are the shortest of all ranks."""
-        lengths: set[int] = set()  # those that differ from the ones of meta_inputs
+        lengths: set[int] = set()  # lengths other than those of meta_inputs
         for name, shape in here.items():
             if name in self.given:
                 lengths |= {size for size, before in self._beside_given(name, shape)[1:] if size != before}
@@ -168,7 +169,9 @@ def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
 
     Candidates that an earlier call has excluded stay excluded.
     """
-    here, longer, found = bucket.here, bucket.longer, []
+    here = bucket.here
+    longer = bucket.longer
+    found = []
     known = {(f.output, f.dim): f.lengths for f in bucket.cuts}
     for i, name in enumerate(exact.output_names):
         for d, (size, more) in enumerate(
@@ -182,7 +185,7 @@ def cuts_of(exact: Graph, padded: Graph, bucket: Bucket) -> tuple[Follows, ...]:
                 if not lengths:
                     raise NotServed(
                         f"with pad_to, output {name!r} has a dim of {size} where the sequences are as they are "
-                        f"and of {more} where they are padded, which is no length of an input",
+                        f"and of {more} where they are padded, which is not the length of an input",
                         advice="pad_to=None, or that output is left out",
                     )
                 found.append(Follows(name, d, lengths & known.get((name, d), lengths) or lengths))

@@ -67,7 +67,8 @@ class ParallelModule(nn.Module):
     @property
     def input_specs(self) -> dict[str, str]:
         """The sharding in which ranks pass each input, such as "S(0)@dp" with inputs="local", or "global"."""
-        parts, (_, with_rows) = self._autopar.parts, self._autopar.first.rows
+        parts = self._autopar.parts
+        _, with_rows = self._autopar.first.rows
         found = {}
         for name in self.graph.passed:
             local = "" if parts is None else parts.text if name in with_rows else "R"
@@ -91,7 +92,8 @@ class ParallelModule(nn.Module):
         `zero_grad()` of the model or of an optimizer drops them.
         """
         waiting = self._own.waiting
-        before, waiting.on = waiting.on, True
+        before = waiting.on
+        waiting.on = True
         try:
             yield
         finally:
@@ -193,11 +195,13 @@ def called(
 
 def left_by(model: ParallelModule, program: SituatedProgram, outputs: list[Any], bucket: Bucket | None) -> list[Any]:
     """The outputs of a call as they leave the model: without padding, or a rank's own rows."""
-    state, graph = model._own, program.runner.graph
+    state = model._own
+    graph = program.runner.graph
     left = outputs if bucket is None else cut_back(graph, outputs, bucket.cuts, bucket.here)
     if state.parts is not None and state.setup.how.gives_rows is not None:
         named = dict(zip(graph.output_names, left, strict=True))
-        rows, gives = rows_of_call(graph, program.lowered.rows.inputs), state.setup.how.gives_rows
+        rows = rows_of_call(graph, program.lowered.rows.inputs)
+        gives = state.setup.how.gives_rows
         left = own_rows(named, gives, state.parts, state.setup.mesh, rows, dist.get_rank())
     return left
 

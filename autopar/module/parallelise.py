@@ -69,7 +69,8 @@ def parallelise(
     if how.pad_to is not None:
         state.padding = Padding(how.pad_to, dict(zip(state.caller.names(structure), leaves, strict=True)))
     model.__class__ = _class_of(type(model))
-    model._forward_pre_hooks, model._forward_hooks = OrderedDict(), OrderedDict()
+    model._forward_pre_hooks = OrderedDict()
+    model._forward_hooks = OrderedDict()
     model._autopar = state
     watch_parts(model)
     return model

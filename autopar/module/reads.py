@@ -19,7 +19,7 @@ Reads = set[tuple[int, str, str]]  # a place, and an attribute of what stands th
 class _Reader:
     """One thread that notes its reads."""
 
-    places: Mapping[int, Place]  # by identity of the objects that it watches
+    places: Mapping[int, Place]  # place of each watched object, by the object's id
     found: Reads
     count: int = 0  # attributes of settings that it has read
 

@@ -26,19 +26,25 @@ def lower_again(
     state: ModelState, model: nn.Module, situation: Situation, grad: bool, call: Call, cut: Collection[str]
 ) -> SituatedProgram:
     """A program for a new situation, where ranks pass rows of inputs `cut`; parameters keep their storage."""
-    start, before, name = time.perf_counter(), state.programs[-1], state.original.__name__
+    start = time.perf_counter()
+    before = state.programs[-1]
+    name = state.original.__name__
     known = next((p for p in state.programs if state.fits(p, situation) and _serves(state, p, grad)), None)
     if known is not None:  # the same graph, the other half
-        graph, plan, sight = known.lowered.graph, known.lowered.plan, known.sight
+        graph = known.lowered.graph
+        plan = known.lowered.plan
+        sight = known.sight
     else:
         graph, plan, sight = _captured(state, model, call, grad)
         for program in state.programs:
             is_alike = program.situation.but_for(situation.said) == situation
             if not is_alike or program.lowered.graph.digest != graph.digest:
                 continue
-            # what has changed made no difference
-            program.situation, program.sight = situation, sight
-            graph, plan = program.lowered.graph, program.lowered.plan
+            # The graph is the same in the new situation, and so is the plan.
+            program.situation = situation
+            program.sight = sight
+            graph = program.lowered.graph
+            plan = program.lowered.plan
             if program.has_gradients == grad:
                 took = time.perf_counter() - start
                 said = "autopar looked at %s again, whose modules say something else, and it made no difference: %.1f s"
@@ -53,7 +59,8 @@ def lower_again(
     program = state.keep(situation, grad, lowered, sight)
     if known is None:
         figures = f"{plan.step_time_s * 1e3:.3g} ms a step by its figures"
-        differs, took = state.caller.differs(situation, before.situation, before.sight), time.perf_counter() - start
+        differs = state.caller.differs(situation, before.situation, before.sight)
+        took = time.perf_counter() - start
         said = ", ".join(f"{what} ({now})" if now else what for what, now in differs.items())
         log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", name, figures, said, took)
     return program

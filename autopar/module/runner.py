@@ -33,14 +33,14 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold
 from autopar.sharding.placement import Sharding
 
-CHECKED_CALLS = 2  # of a program, in which ranks compare what they pass
+CHECKED_CALLS = 2  # first calls of a program, in which ranks compare what they pass
 
 
 @dataclass(frozen=True, slots=True)
 class How:
     """Options for running programs, beside the plan."""
 
-    backend: str | None = None  # of torch.compile
+    backend: str | None = None  # backend of torch.compile
     # how outputs leave the model: DTensors where they are cut ("auto"), all whole ("full"), all DTensors ("sharded")
     outputs: str = "auto"
     outputs_whole: tuple[str, ...] = ()  # these leave whole in any case
@@ -69,7 +69,7 @@ class Halves:
         self.places = {node.name: info(node).key for node in program.fx.nodes if "info" in node.meta}
         self.axes = dict(axes)
         self.backend = backend
-        # by name, by the outputs at which gradients arrive (empty for all), and by whether ops are profiler ranges
+        # Keys: a name, the outputs at which gradients arrive (empty for all), whether ops are profiler ranges.
         self.modules: dict[tuple[str, tuple[bool, ...], bool], fx.GraphModule] = {}
         for name in ("forward", "backward", "hold", "settle"):
             self._module(name, (), False)
@@ -122,7 +122,7 @@ class Primals:
         self.storages = {i: storage[name] for i, name in self.names.items()}
         self.placements = [of_one.placements for of_one in self.storages.values()]
         self.kept = sorted(i for i in _kept_by(joint) if i in self.names)  # parameters that backward needs as they are
-        self.gradients: dict[int, DTensor] = {}  # for each parameter a DTensor without memory, to lay out gradients by
+        self.gradients: dict[int, DTensor] = {}  # parameter -> a DTensor without memory, to lay out its gradient by
 
     def as_gradient(self, primal: int, gradient: Tensor) -> Tensor:
         """A parameter's gradient as a DTensor that lies like the parameter; an input's as it is."""
@@ -185,7 +185,7 @@ class Settlement:
         waited = {place: total for place, total in zip(places, totals, strict=True) if total is not None}
         given = [waited[k].to(dtype) if k in waited else None for k, dtype in enumerate(self.given_dtypes)]
         has_waited = [total is not None for total in totals]
-        totals.clear()  # what is handed over ends with its last use
+        totals.clear()  # `given` alone holds the sums now, and is emptied as they are used
         waited.clear()
         settled = self.halves.half("settle", tuple(g is not None for g in given))(given)
         return [gradient if has else None for gradient, has in zip(settled, has_waited, strict=True)]
@@ -204,7 +204,8 @@ class Runner:
         self.halves = Halves(lowered.joint, lowered.program, self.axes, setup.how.backend)
         self.primals = Primals(lowered.program, lowered.joint, setup.storage)
         self.settlement = Settlement(self.halves, self.primals.names)
-        self.outputs, self.differentiable = lowered.joint.outputs, lowered.joint.differentiable
+        self.outputs = lowered.joint.outputs
+        self.differentiable = lowered.joint.differentiable
         self.shardings = lowered.program.outputs
         self.tangents = tangents_of(lowered.joint)
         self.backwards = 0  # number of backwards checked
@@ -306,7 +307,8 @@ class Runner:
 
     def _left(self, place: int, output: Tensor, sharding: Sharding) -> Tensor:
         """An output as it leaves the model: plain, a DTensor, or gathered."""
-        how, whole = self.setup.how, info(self.graph.output).outputs[place]
+        how = self.setup.how
+        whole = info(self.graph.output).outputs[place]
         is_cut = any(not p.is_replicated for p in sharding.placements)
         if not is_cut and not (how.outputs == "sharded" and whole.shape):
             return output

@@ -47,7 +47,7 @@ from autopar.tracer.precision import Precision, reference
 _OF_ROUNDING = 8.0  # tolerance, in multiples of the plain model's rounding: a program adds in other orders
 _OF_SHARE = 4.0  # rounding may gather in one part: a part's norm counts as at least so many times its share
 _MOST = 0.5  # relative tolerance above which a gradient is mostly rounding and is not compared
-_UNIT = 10**15  # of a share, which ranks exchange as whole numbers
+_UNIT = 10**15  # units in a share of one: ranks exchange shares as whole numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,20 @@ class _Rows:
     leaves: list[Any]
     structure: Any
     has_rows: list[bool]
-    here: int  # that this rank passes
-    of_all: int  # in the batch of all ranks
+    here: int  # rows that this rank passes
+    of_all: int  # rows in the batch of all ranks
     few: int
     given: list[Tensor]
 
     def again(self, times: int, dtype: torch.dtype | None = None) -> tuple[list[Any], Any]:
         """Leaves of a call with these rows repeated, in `dtype` where one is given."""
-        rows, made = iter(self.given), []
+        rows = iter(self.given)
+        made = []
         for leaf, has in zip(self.leaves, self.has_rows, strict=True):
             if has:
                 few = next(rows)
-                wants, leaf = leaf.requires_grad, few.repeat(times, *[1] * (few.dim() - 1)).to(leaf.device)
+                wants = leaf.requires_grad
+                leaf = few.repeat(times, *[1] * (few.dim() - 1)).to(leaf.device)
                 leaf.requires_grad_(wants)
             if dtype is not None and isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf = leaf.detach().to(dtype)
@@ -152,7 +154,8 @@ def _few_rows(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, An
     here = counts.most_common(1)[0][0] if counts else 0
     has_rows = [may and len(leaf) == here for leaf, may in zip(leaves, has_rows, strict=True)]
     everyone = [found for (found,) in exchanged([here], state.setup.device)]
-    few = next((n for n in range(min(most, *everyone), 0, -1) if all(r % n == 0 for r in everyone)), 0)
+    common = math.gcd(*everyone)
+    few = next((n for n in range(min(most, *everyone), 0, -1) if common % n == 0), 0)
     if not few:
         return None
     parts = state.parts
@@ -227,7 +230,7 @@ class _Findings:
     """Rank 0's findings about the gradient of the plain model on the rows."""
 
     why_not: str = ""
-    factor: float = 1.0  # that of the whole batch over that of the rows
+    factor: float = 1.0  # the gradient of the whole batch over that of the rows
     allowed: float = 0.0
 
 
@@ -237,7 +240,11 @@ class _Alone:
     def __init__(
         self, model: ParallelModule, name: str, asked: Sequence[str], rows: _Rows, idle: Sequence[IdleHook]
     ) -> None:
-        self.model, self.name, self.asked, self.rows, self.idle = model, name, asked, rows, idle
+        self.model = model
+        self.name = name
+        self.asked = asked
+        self.rows = rows
+        self.idle = idle
 
     def judged(self, judge: Callable[[_Plain], tuple[Tensor, _Findings]]) -> tuple[Tensor, _Findings]:
         """Gradient and findings of `judge`, which runs on rank 0.
@@ -246,7 +253,8 @@ class _Alone:
         """
         parameter = self.model.get_parameter(self.name)
         right = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        plain, why_not = None, ""
+        plain = None
+        why_not = ""
         try:
             plain = gather(self.model, 0)
         except NotServed as e:
@@ -259,13 +267,13 @@ class _Alone:
         def said() -> _Findings:
             if plain is None:
                 return _Findings(why_not)
-            for hook in self.idle:  # those that count calls run in these
+            for hook in self.idle:  # a hook may count calls, and the calls below are not the user's
                 getattr(plain.get_submodule(hook.path), hook.held_by).pop(hook.key, None)
             on_gpu = [parameter.device] if parameter.device.type == "cuda" else []
             try:
                 with torch.random.fork_rng(on_gpu):
                     found, words = judge(_Plain(self.model, plain, self.name, self.asked, self.rows))
-            except Exception as e:  # of the user's model, on rows that it may not be made for: nothing to compare
+            except Exception as e:  # the user's model may not be made for such rows: nothing to compare
                 return _Findings(f"the plain model {_raised(e)}")
             right.copy_(found)
             return words
@@ -282,8 +290,12 @@ class _Plain:
     """The plain model as it would run on one device, in the precision and with the loss of the parallel model."""
 
     def __init__(self, model: ParallelModule, plain: nn.Module, name: str, asked: Sequence[str], rows: _Rows) -> None:
-        self.plain, self.name, self.asked, self.rows = plain, name, asked, rows
-        self.caller, self.loss = model._own.caller, model._own.setup.how.loss
+        self.plain = plain
+        self.name = name
+        self.asked = asked
+        self.rows = rows
+        self.caller = model._own.caller
+        self.loss = model._own.setup.how.loss
         self.precision = Precision(*model.plan.precision) if model.plan.precision else None
         self.buffers = {n: buffer.clone() for n, buffer in plain.named_buffers()}
 
@@ -293,7 +305,7 @@ class _Plain:
         if dtype is not None:
             self.plain.to(dtype)
         with torch.no_grad():
-            for name, buffer in self.plain.named_buffers():  # which the run before may have written
+            for name, buffer in self.plain.named_buffers():  # the run before may have written them
                 buffer.copy_(self.buffers[name])
         if dtype is None:
             outputs = self._outputs(call, self.precision)
@@ -304,7 +316,8 @@ class _Plain:
 
     def _outputs(self, call: Call, precision: Precision | None) -> dict[str, Tensor]:
         """Outputs by their names in a graph, the loss first where there is one."""
-        args, kwargs = call.args, call.kwargs
+        args = call.args
+        kwargs = call.kwargs
         run = self.plain if precision is None else reference(self.plain, precision)
         outputs, _ = without_caches(run(*args, **kwargs))
         if self.loss is not None:
@@ -319,7 +332,9 @@ class _Plain:
 
 def _judged(plain: _Plain, bytes_of_dtype: int) -> tuple[Tensor, _Findings]:
     """The gradient on the rows, whether it is of a mean or a sum over rows, and its share of rounding."""
-    rows, right, factor = plain.rows, plain.gradient(1), 1.0
+    rows = plain.rows
+    right = plain.gradient(1)
+    factor = 1.0
     twice = plain.gradient(2) if rows.of_all > rows.few else None
     other = plain.gradient(1, torch.float64 if bytes_of_dtype == 4 else torch.float32)
     norm = _norm(right)

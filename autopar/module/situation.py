@@ -35,10 +35,10 @@ class Situation:
 
     leaves: tuple[Any, ...]  # a tensor as shape, dtype and whether it wants a gradient; any other value as itself
     structure: pytree.TreeSpec
-    modes: tuple[bool, ...]  # of every module: does it train?
-    trained: tuple[bool, ...]  # of every parameter
-    autocast: tuple[tuple[str, torch.dtype], ...]  # of each kind of device for which it is on
-    said: int = 0  # number of the state of its modules: their attributes and hooks
+    modes: tuple[bool, ...]  # whether each module is in training
+    trained: tuple[bool, ...]  # whether each parameter wants a gradient
+    autocast: tuple[tuple[str, torch.dtype], ...]  # kinds of devices for which autocast is on, with its dtype
+    said: int = 0  # number of the state of the modules, which is their attributes and hooks
 
     def but_for(self, said: int) -> Situation:
         """This situation with the modules in another state."""
@@ -65,8 +65,8 @@ class Situation:
 class Sight:
     """State of the modules that a capture saw, on which its graph may depend."""
 
-    seen: State  # state of the modules,
-    unread: Unread = frozenset()  # and the attributes in it that were not read
+    seen: State  # state of the modules
+    unread: Unread = frozenset()  # attributes in that state that were not read
     idle: tuple[IdleHook, ...] = ()  # hooks that run beside the program
 
 
@@ -82,7 +82,8 @@ class Caller:
     """Reads the calls of one model: an argument is the same whether it comes by name or by position."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.name = model, type(model).__name__
+        self.model = model
+        self.name = type(model).__name__
         self.by_position = 0  # number of arguments that were positional: a `loss=` takes them so
         self.modules, self.parameters = list(model.modules()), list(model.parameters())
         self.attributes = Attributes(self.modules)
@@ -149,7 +150,7 @@ class Caller:
         )
 
     def differs(self, now: Situation, before: Situation, sight: Sight) -> dict[str, str]:
-        """What differs between the present situation and an earlier one, and how it is now.
+        """The differences of the present situation from an earlier one, by name, and how each is now.
 
         `sight` is what the earlier program depends on.
         """

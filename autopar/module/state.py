@@ -30,7 +30,7 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
 
-MOST_PROGRAMS = 16  # that a model keeps: what was not called for longest goes first
+MOST_PROGRAMS = 16  # programs that a model keeps; the one that was not called for longest is dropped first
 
 
 class Replan(Protocol):
@@ -49,7 +49,7 @@ class SituatedProgram:
     has_gradients: bool
     lowered: Lowered
     runner: Runner
-    places: list[int]  # for each input, the index of its leaf in the call
+    places: list[int]  # index of each input's leaf in the call
     sight: Sight
     number: int  # counts programs in the order in which they were made, alike on every rank
     calls: int = 0
@@ -70,7 +70,7 @@ class SituatedProgram:
         held = zip(self.buffers.names, self.buffers.tensors(model), strict=True)
         buffers = [buffer.clone() if name in changing else buffer for name, buffer in held]
         with contextlib.ExitStack() as off:
-            for kind, _ in self.situation.autocast:  # its casts are in the graph
+            for kind, _ in self.situation.autocast:  # the graph has autocast's casts already
                 off.enter_context(torch.autocast(kind, enabled=False))
             return self.runner(inputs, self.parameters.tensors(model), buffers, random)
 
@@ -91,14 +91,15 @@ class ModelState:
         self.programs: list[SituatedProgram] = []
         self.last: SituatedProgram | None = None  # the one of the last call
         self.made = 0  # how many programs there have been
-        self.parts: Parts | None = None  # of inputs="local"
-        self.padding: Padding | None = None  # of pad_to=
+        self.parts: Parts | None = None  # the ranks' own rows, for inputs="local"
+        self.padding: Padding | None = None  # lengths and kinds of calls, for pad_to=
 
     def program(self, model: nn.Module, leaves: list[Any], structure: Any) -> SituatedProgram:
         """The program for this call: a known one, or a new one."""
-        # what ranks pass may be rows of a batch: the situation is that of the batch
+        # Ranks may pass rows of a batch; the situation is that of the whole batch.
         leaves, cut = self.of_all(leaves, structure)
-        situation, grad = self.caller.situation(leaves, structure), torch.is_grad_enabled()
+        situation = self.caller.situation(leaves, structure)
+        grad = torch.is_grad_enabled()
         found = next((p for p in self.programs if p.has_gradients == grad and self.fits(p, situation)), None)
         if found is None or found is not self.last:  # together, before a collective of one rank meets another's
             what = (self.original.__name__, situation.of_all_ranks(), grad, found and found.number)
@@ -159,7 +160,8 @@ class ModelState:
         all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.collectives))
         if lowered.program.is_random and self.random.seed < 0:
             self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
-        runner, places = runner_of(lowered, self.setup, self.waiting), self.caller.places(lowered.graph)
+        runner = runner_of(lowered, self.setup, self.waiting)
+        places = self.caller.places(lowered.graph)
         made = SituatedProgram(situation, grad, lowered, runner, places, sight, self.made)
         self.programs = [*self.programs[-MOST_PROGRAMS + 1 :], made]
         self.made += 1
@@ -168,7 +170,8 @@ class ModelState:
     def passes_parts(self) -> None:
         """Let ranks pass their own rows from here on, cut as the first program takes them."""
         first = self.programs[0]
-        names, (axes, keys) = self.caller.names(first.situation.structure), self.first.rows
+        names = self.caller.names(first.situation.structure)
+        axes, keys = self.first.rows
         cut = [names[place] for key, place in zip(self.first.graph.inputs, first.places, strict=True) if key in keys]
         self.parts = Parts(self.first.plan, self.setup.device, axes, names, cut)
 
@@ -184,13 +187,16 @@ class ModelState:
     @contextlib.contextmanager
     def as_before(self, model: nn.Module) -> Iterator[None]:
         """Inside the block the model is as the user wrote it: its own class, and the hooks that it had."""
-        cls, own = type(model), (model._forward_pre_hooks, model._forward_hooks)
-        model.__class__, (model._forward_pre_hooks, model._forward_hooks) = self.original, self.hooks
+        cls = type(model)
+        own = model._forward_pre_hooks, model._forward_hooks
+        model.__class__ = self.original
+        model._forward_pre_hooks, model._forward_hooks = self.hooks
         watch_parts(model, False)
         try:
             yield
         finally:
-            model.__class__, (model._forward_pre_hooks, model._forward_hooks) = cls, own
+            model.__class__ = cls
+            model._forward_pre_hooks, model._forward_hooks = own
             watch_parts(model)
 
     def of_copy(self, model: nn.Module) -> ModelState:
@@ -199,8 +205,10 @@ class ModelState:
             made = ModelState(model, self.first, self.setup, self.replan)
             made.caller.attributes = Attributes(made.caller.modules, self.caller.attributes)
             made.caller.by_position = self.caller.by_position
-        made.parts, made.padding = self.parts, self.padding
-        made.random, made.hooks = RandomState(self.random.seed, self.random.step), self.hooks
+        made.parts = self.parts
+        made.padding = self.padding
+        made.random = RandomState(self.random.seed, self.random.step)
+        made.hooks = self.hooks
         made.programs = [replace(p, runner=runner_of(p.lowered, self.setup, made.waiting)) for p in self.programs]
         made.made = self.made
         return made

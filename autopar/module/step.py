@@ -35,7 +35,8 @@ class EmittedStep(torch.autograd.Function):
         ctx.kept = [(i, primals[i], primals[i]._version) for i in runner.primals.kept]
         ctx.save_for_backward(*results[count:])
         ctx.set_materialize_grads(False)
-        outputs, there = list[Tensor](), set(map(id, primals))
+        outputs = list[Tensor]()
+        there = set(map(id, primals))
         for o in results[:count]:  # autograd tells outputs apart by identity
             outputs.append(o.clone() if id(o) in there else o)
             there.add(id(outputs[-1]))

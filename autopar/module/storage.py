@@ -50,7 +50,8 @@ class Storage:
         local = whole
         for dim, cut in self.sharding.cuts.items():
             for axis in cut:
-                blocks, size = self.sharding.placements[axis].blocks, local.shape[dim]
+                blocks = self.sharding.placements[axis].blocks
+                size = local.shape[dim]
                 local = slice(local, axes[axis], dim, size, tuple(b * size // sum(blocks) for b in blocks))
         return self.wrap(
             local.contiguous() if local is not whole else whole.clone(memory_format=torch.contiguous_format)
@@ -58,7 +59,8 @@ class Storage:
 
     def places(self) -> list[Tensor]:
         """For each dim, the indices of the whole tensor that belong to this rank."""
-        axes, found = list(bind_axes(self.mesh).values()), []
+        axes = list(bind_axes(self.mesh).values())
+        found = []
         for dim, size in enumerate(self.shape):
             here = torch.arange(size)
             for axis in self.sharding.cuts.get(dim, ()):

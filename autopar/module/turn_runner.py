@@ -39,7 +39,8 @@ class InTurns(Runner):
         super().__init__(lowered, setup, waiting)
         ending = self.ending = lowered.ending
         self.end = Halves(ending.joint, ending.program, self.axes, setup.how.backend)
-        self.outputs, self.differentiable = len(ending.results), self._differentiable()
+        self.outputs = len(ending.results)
+        self.differentiable = self._differentiable()
         both = lowered.program.outputs, ending.program.outputs
         self.parts = tuple(both[is_last][place] for is_last, place in ending.results)
         self.rows_out = dict(lowered.graph.rows_out)
@@ -69,7 +70,8 @@ class InTurns(Runner):
             self.turns.index = turn
             mine = [self._rows(x, i) for i, x in enumerate(primals)]
             results = list(self.halves.forward(*mine))
-            outputs, saved = results[: self.joint.outputs], results[self.joint.outputs :]
+            outputs = results[: self.joint.outputs]
+            saved = results[self.joint.outputs :]
             del results, mine
             for at in self.written:  # backward may recompute, and update statistics once more in the same memory
                 outputs[at] = outputs[at].clone()
@@ -97,7 +99,8 @@ class InTurns(Runner):
 
     def _ended(self, left: list[list[Tensor]], totals: list[Tensor | None]) -> list[Tensor]:
         """Results of the ending, and of the turns: rows concatenated, other results of the last turn."""
-        ending, count = self.ending, len(self.ending.sums)
+        ending = self.ending
+        count = len(self.ending.sums)
         columns = zip(*[outputs[-count:] for outputs in left], strict=True)
         crossing = [_added_up(each) if is_sum else each[-1] for is_sum, each in zip(ending.sums, columns, strict=True)]
         last = list(self.end.forward(*crossing))

@@ -41,7 +41,9 @@ class Waiting:
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """Inside the block nothing waits and gradients are reduced at once; afterwards all is as before."""
-        before, self.on, self.of = (self.on, self.of), False, {}
+        before = self.on, self.of
+        self.on = False
+        self.of = {}
         try:
             yield
         finally:
@@ -51,7 +53,8 @@ class Waiting:
         """Add a gradient to `.grad` of a parameter."""
         model = self.model()
         assert model is not None
-        parameter, wrapped = model.get_parameter(name), self.storage[name].wrap(gradient)
+        parameter = model.get_parameter(name)
+        wrapped = self.storage[name].wrap(gradient)
         parameter.grad = wrapped if parameter.grad is None else parameter.grad + wrapped
 
     def settled(self, runner: Runner) -> list[Tensor | None]:

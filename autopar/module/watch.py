@@ -30,7 +30,7 @@ from autopar.sharding.mesh import DeviceMesh
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMED = 3  # tensors of one letter
-_ROWS = 4  # of the batch, on which a gradient is compared
+_ROWS = 4  # rows of the batch on which a gradient is compared
 _LOOKS_A_GRADIENT = 10  # one of so many looks compares one
 log = logging.getLogger("autopar")
 
@@ -39,8 +39,11 @@ class Watch:
     """A watch over copies, which looks every so many calls and when told to, until it is removed."""
 
     def __init__(self, model: ParallelModule, every: int, optimizer: torch.optim.Optimizer | None, rows: int) -> None:
-        self.model, self.every, self.optimizer, self.rows = model, every, optimizer, rows
-        self.calls = 0  # of the model in training
+        self.model = model
+        self.every = every
+        self.optimizer = optimizer
+        self.rows = rows
+        self.calls = 0  # calls of the model in training
         self.looks = 0
         self._due = 0  # looks that were due by the number of calls
         self.gradients: list[Compared] = []  # results of comparing with a single device
@@ -122,7 +125,8 @@ class Watch:
         states = {} if self.optimizer is None else self.optimizer.state
         for name, parameter in parameters.items():
             for key, value in sorted(states.get(parameter, {}).items()):
-                if isinstance(value, DTensor) or (isinstance(value, Tensor) and not value.dim()):  # or a count of steps
+                is_step_count = isinstance(value, Tensor) and not value.dim()
+                if isinstance(value, DTensor) or is_step_count:
                     yield f"{key} of {name}", value
 
     def _letter(self, differ: Sequence[tuple[str, Tensor, list[int], list[int]]]) -> Diverged:
@@ -153,7 +157,9 @@ def watch(
         )
     for name, given, least, what in (("every", every, 1, "calls"), ("rows", rows, 0, "rows")):
         if isinstance(given, bool) or not isinstance(given, int) or given < least:
-            raise NotServed(f"{name}={given!r} is no number of {what}", advice=f"{name}={100 if least else _ROWS}")
+            raise NotServed(
+                f"{name}={given!r} is not a valid number of {what}", advice=f"{name}={100 if least else _ROWS}"
+            )
     return Watch(model, every, optimizer, rows)
 
 
@@ -175,7 +181,8 @@ def _copies(tensor: Tensor, ranks: int) -> list[list[int]]:
     if not isinstance(tensor, DTensor):
         return [list(range(ranks))]
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    mesh, found = DeviceMesh.of(tensor.device_mesh), defaultdict[Any, list[int]](list)
+    mesh = DeviceMesh.of(tensor.device_mesh)
+    found = defaultdict[Any, list[int]](list)
     for rank in range(ranks):
         place = mesh.coordinate(rank)
         found[tuple(place[axis] for axis in cut)].append(rank)
@@ -197,7 +204,8 @@ def _difference(mine: Tensor, odd: int, other: int) -> str:
     dist.broadcast_object_list(box, other)
     said: list[Any] = [None]
     if dist.get_rank() == odd:
-        theirs, here = box[0], mine.cpu()
+        theirs = box[0]
+        here = mine.cpu()
         is_same = (here == theirs) | ((here != here) & (theirs != theirs))
         by = (here.double() - theirs.double())[~is_same].abs()
         most = float(by.max()) if by.numel() else math.nan

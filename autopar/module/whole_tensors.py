@@ -44,7 +44,7 @@ _VIEWS = tuple(
     "__getitem__ select narrow split chunk unbind view view_as reshape flatten unflatten diagonal t transpose permute "
     "unsqueeze squeeze movedim swapaxes swapdims expand detach".split()
 )
-# what gives a new tensor, and DTensor computes of some placements alone or not at all
+# Methods that give a new tensor, which DTensor computes for some placements alone, or not at all.
 _COMPUTED = tuple(
     "index_select gather take take_along_dim masked_select nonzero argwhere unique unique_consecutive renorm tril triu "
     "addr unfold quantile nanquantile median kthvalue allclose bincount histc searchsorted bucketize".split()
@@ -54,7 +54,7 @@ _STAY = frozenset(  # they end in an underscore, and write no number
     "swapdims_ squeeze_ unsqueeze_ t_ transpose_".split()
 )
 _DRAWS = frozenset("normal_ uniform_ bernoulli_ random_ exponential_ cauchy_ geometric_ log_normal_".split())
-_CALLED = frozenset("apply_ map_ map2_".split())  # with a function of the user's, element by element
+_CALLED = frozenset("apply_ map_ map2_".split())  # they call a function of the user's on each element
 _WRITES = tuple(
     name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _STAY
 ) + tuple(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split())
@@ -62,7 +62,7 @@ _OPERATORS = tuple(
     f"__{name}__"
     for name in "eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv pow matmul and or xor".split()
 ) + tuple("add sub mul div".split())
-_SHIFTS = ("add", "radd", "sub", "rsub")  # of a sum, not of each of its parts
+_SHIFTS = ("add", "radd", "sub", "rsub")  # a pending sum takes the number once, and not in each of its parts
 _IN_PLACE = tuple(f"__i{name}__" for name in "add sub mul truediv".split()) + tuple("add_ sub_ mul_ div_".split())
 _ABOUT = frozenset("dim size stride numel element_size is_floating_point is_complex storage_offset __len__".split())
 _PIECE = "_autopar_piece"
@@ -104,7 +104,7 @@ def whole_of(tensor: DTensor) -> Tensor:
 def _gathered(tensor: DTensor) -> Tensor:
     """The tensor in full, as its parts are."""
     with naming_the_lost("a read of a parameter, a gradient or an output, which all ranks make"), torch.no_grad():
-        parts = like_part(local_part(tensor), tensor)  # of no base, where the tensor is a piece
+        parts = like_part(local_part(tensor), tensor)  # the same parts, without the base of a piece
         return whole(_reduced(parts))
 
 
@@ -387,7 +387,8 @@ class PieceTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        how, name = kwargs or {}, getattr(op, "__name__", "")
+        how = kwargs or {}
+        name = getattr(op, "__name__", "")
         with without_subclass_functions():
             if name == "__get__" or name in _ABOUT:
                 about = op(*args, **how)

@@ -81,7 +81,8 @@ def _file(name: str) -> str:
 def _step(plan: Plan) -> dict[str, list[Any]]:
     """Events of the predicted step: place as a number, lane, part, begin and duration in seconds."""
     events = plan.timeline().events
-    places = {place: i for i, place in enumerate(dict.fromkeys(event.place for event in events))}
+    names = dict.fromkeys(event.place for event in events)
+    places = {place: i for i, place in enumerate(names)}
     rows = [[places[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)] for e in events]
     return {"places": list(places), "events": rows}
 

@@ -37,8 +37,8 @@ from autopar.runtime import failure_log
 from autopar.runtime.job_store import RollCall, await_key, connection, key, settle
 
 _PATIENCE_S = 1.0  # how long a wait lasts before it looks into the store; each further one lasts twice as long
-_GRACE_S = 3.0  # that the others give the first rank to say who is lost
-_BEGINS, _ASKS, _RUNS, _IS_DONE = range(4)  # where in a call a rank is
+_GRACE_S = 3.0  # seconds that ranks wait for the one that says who is lost
+_BEGINS, _ASKS, _RUNS, _IS_DONE = range(4)  # the point of a call at which a rank is
 _ALL_AGREE = "all agree"
 ADVICE = (
     "the same calls, modes, attributes, hooks and shapes on every rank; save_pretrained on all, or with state_dict="
@@ -50,7 +50,7 @@ class Standing:
     """How far this rank is, in agreements and calls, compared with the other ranks of its job."""
 
     store: Any = None  # the connection to the job's store, by which a new job is told from the last
-    names: str = ""  # with which the names of entries begin
+    names: str = ""  # prefix of the names of entries
     agreements: int = 0  # number of agreements so far
     calls: int = 0  # number of calls begun since the last agreement
     where: int = _IS_DONE
@@ -121,9 +121,13 @@ def _standing() -> Standing | None:
     if not dist.is_initialized() or dist.get_backend() not in ("gloo", "nccl") or dist.get_world_size() == 1:
         return None
     if _HERE.store is not (store := connection()):  # another world than before
-        _HERE.store, _HERE.names = store, key("agreement")
-        _HERE.agreements, _HERE.calls, _HERE.where = 0, 0, _IS_DONE
-        _HERE.broken, _HERE.written = None, []
+        _HERE.names = key("agreement")
+        _HERE.store = store
+        _HERE.agreements = 0
+        _HERE.calls = 0
+        _HERE.where = _IS_DONE
+        _HERE.broken = None
+        _HERE.written = []
     return _HERE
 
 
@@ -135,11 +139,12 @@ def wait_at_most(seconds: float) -> None:
 def begin_call() -> None:
     """Note that this rank calls a parallel model; raises the letter of an agreement that failed for good."""
     here = _standing()
-    _HERE.is_patient = here is not None and dist.get_backend() == "gloo"  # with NCCL it is a GPU that waits
+    _HERE.is_patient = here is not None and dist.get_backend() == "gloo"  # a GPU waits for NCCL, no thread does
     if here is not None:
         if here.broken is not None:
             raise here.broken
-        here.calls, here.where = here.calls + 1, _BEGINS
+        here.calls += 1
+        here.where = _BEGINS
 
 
 def run_program() -> None:
@@ -174,7 +179,8 @@ def agree(what: object, said: str, is_call: bool = True) -> None:
     except RuntimeError as e:
         words = f"the job's store does not answer: {str(e).partition(chr(10))[0]:.200}"
         verdict = Verdict(words, True, True, "the log of rank 0 or of the launcher, which held it")
-    here.agreements, here.calls = here.agreements + 1, 0
+    here.agreements += 1
+    here.calls = 0
     if verdict.words:
         raise _letter(here, verdict, said)
 
@@ -197,7 +203,7 @@ def _verdict(here: Standing, digest: str, said: str) -> Verdict:
 
 
 def tell_error() -> None:
-    """Wake the first rank that waits for an agreement, unless it has raised the error that this rank has raised."""
+    """Wake the first rank that waits for an agreement, unless it has raised the same error."""
     with contextlib.suppress(Exception):  # the store may be gone with rank 0
         here = _standing()
         if here is not None and here.store.check([here.key("asked")]):
@@ -219,7 +225,7 @@ def wait_for(work: Any) -> None:
             work.wait(patience)
             return
         except RuntimeError:
-            has_ended = work.is_completed()  # it has failed, or has come to its end just now
+            has_ended = work.is_completed()  # else the wait has timed out
             with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
                 _look(_HERE)
             if has_ended:
@@ -229,7 +235,7 @@ def wait_for(work: Any) -> None:
 
 
 def _look(here: Standing) -> None:
-    """Raise if another rank asks for an agreement that this rank has passed by, or if ranks have parted ways."""
+    """Raise if another rank asks for an agreement that this rank has passed, or if ranks have parted."""
     store = here.store
     if not store.check([here.key("asked")]):
         return
@@ -247,7 +253,9 @@ def _look(here: Standing) -> None:
 
 def _listened(here: Standing) -> Verdict:
     """The verdict, as the first rank waits for it: a rank that raises wakes it."""
-    store, woken, end = here.store, here.key("woken"), time.monotonic() + here.limit_s
+    store = here.store
+    woken = here.key("woken")
+    end = time.monotonic() + here.limit_s
     has_error = failure_log.errors_standing() > 0
     while True:
         if has_error:
@@ -303,7 +311,7 @@ def _read(here: Standing, name: object) -> str:
 
 
 def _judge(here: Standing, verdict: Verdict) -> Verdict:
-    """Give a verdict, and wake all who wait for it; returns the one that counts, which another rank may have given."""
+    """Give a verdict and wake all who wait for it, unless a rank has given one; returns the one given."""
     mine = str(verdict)
     there = settle(here.store, here.key("verdict"), mine)
     if there == mine:

@@ -108,7 +108,9 @@ class CausalAttentionPart(torch.autograd.Function):
         if out.shape[-1] != value.shape[-1]:  # drop the padding of widths
             out = out[..., : value.shape[-1]].clone()
         ctx.save_for_backward(query, key, value, out, log_sum)
-        ctx.start, ctx.scale, ctx.kernel = start, scale, kernel
+        ctx.start = start
+        ctx.scale = scale
+        ctx.kernel = kernel
         return out
 
     @staticmethod
@@ -204,7 +206,8 @@ def _attend_backward(
     """One call's share of the gradients of query, key and value, from the log-sum-exps of whole rows."""
     if call.kernel in GROUPED:
         return fused_attention_backward(call, gradient, query, key, value, out, log_sum)
-    groups, key, value = key.shape[1], _by_head(key, query), _by_head(value, query)
+    groups = key.shape[1]
+    key, value = _by_head(key, query), _by_head(value, query)
     if call.kernel:
         of_query, of_key, of_value = fused_attention_backward(call, gradient, query, key, value, out, log_sum)
     else:

@@ -153,7 +153,7 @@ class _Noted:
             raise AttributeError(self.key) from e
 
 
-Replacing = Callable[[Any], Any]  # from the original to what stands in its place
+Replacing = Callable[[Any], Any]  # takes the original, returns its replacement
 ReplacingByName = Callable[[str, Any], Any]
 
 OVERRIDE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

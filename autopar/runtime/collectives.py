@@ -36,7 +36,7 @@ class Axis:
     name: str
     size: int
     index: Any  # this rank's place on the axis
-    group: Any  # its process group
+    group: Any  # the process group of its ranks
 
 
 TIME = "time"  # name of the axis of turns
@@ -94,7 +94,8 @@ def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Packed:
         if len(xs) > 1
         else xs[0].clone(memory_format=torch.contiguous_format).view(-1)
     )
-    shapes, dtype = [x.shape for x in xs], xs[0].dtype
+    shapes = [x.shape for x in xs]
+    dtype = xs[0].dtype
     return Packed(
         _summed(flat),
         lambda y: [
@@ -116,10 +117,8 @@ def begin_all_reduce(message: Packed, axis: Axis) -> Pending:
 
 def pack_all_gather(xs: list[Tensor], axis: Axis, dims: list[int], sizes: list[int], blocks: list[Blocks]) -> Packed:
     parts = [_padded(x, dim, -(-size // axis.size)).contiguous() for x, dim, size in zip(xs, dims, sizes, strict=True)]
-    flat, shapes = (
-        torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1),
-        [p.shape for p in parts],
-    )
+    flat = torch.cat([p.view(-1) for p in parts]) if len(parts) > 1 else parts[0].view(-1)
+    shapes = [p.shape for p in parts]
 
     def unpack(y: Tensor) -> list[Tensor]:
         pieces = y.view(axis.size, -1).split([shape.numel() for shape in shapes], 1)
@@ -152,7 +151,8 @@ def pack_reduce_scatter(
         for x, dim, block, step in zip(xs, dims, blocks, steps, strict=True)
     ]
     shapes = [(*x.shape[:dim], step, *x.shape[dim + 1 :]) for x, dim, step in zip(xs, dims, steps, strict=True)]
-    counts, dtype = [math.prod(shape) for shape in shapes], xs[0].dtype
+    counts = [math.prod(shape) for shape in shapes]
+    dtype = xs[0].dtype
     if len(parts) > 1:
         flat = xs[0].new_empty(axis.size, sum(counts))
         for place, part in zip(flat.split(counts, 1), parts, strict=True):
@@ -371,7 +371,8 @@ def _(x: Tensor, forward: str, backward: str, shape: list[int], dtype: str = "")
 
 def _remember(ctx: Any, inputs: tuple[Tensor, str, str, list[int], str], output: Tensor) -> None:
     x, ctx.forward_steps, ctx.backward_steps, _, dtype = inputs
-    ctx.shape, ctx.dtype = list(x.shape), str(x.dtype).removeprefix("torch.") if dtype else ""
+    ctx.shape = list(x.shape)
+    ctx.dtype = str(x.dtype).removeprefix("torch.") if dtype else ""
     ctx.set_materialize_grads(False)
 
 

@@ -66,7 +66,8 @@ def errors_standing() -> int:
 
 def heard(ranks: Iterable[int]) -> dict[int, str]:
     """Messages of those of the ranks that have written one."""
-    store, found = connection(), dict[int, str]()
+    store = connection()
+    found = dict[int, str]()
     for rank in ranks:
         if store.check([key("ended", rank)]):
             call, _, text = store.get(key("ended", rank)).decode().partition(" ")

@@ -97,7 +97,8 @@ def _lost(where: str, error: Exception) -> Lost:
 
 def _told_by_one() -> str:
     """Text that names the lost ranks: one of those that notice finds out, and tells the others."""
-    store, rank = connection(), dist.get_rank()
+    store = connection()
+    rank = dist.get_rank()
     names = key("lost", next(_LOSSES), "")
     roll_call = RollCall(store, f"{names}came", dist.get_world_size())
     roll_call.come(rank)
@@ -111,7 +112,9 @@ def _told_by_one() -> str:
 
 def _who_is_lost(roll_call: RollCall) -> str:
     """Text that names the ranks that do not come to the roll call, once all others have."""
-    everyone, pause, end = range(dist.get_world_size()), 0.02, time.monotonic() + _GRACE_S
+    everyone = range(dist.get_world_size())
+    pause = 0.02
+    end = time.monotonic() + _GRACE_S
     while True:
         there = {r for r, _ in roll_call.came()}
         has_all = len(there) + failure_log.errors_standing() >= len(everyone)

@@ -42,7 +42,7 @@ def embedding_part(
     place = input - start_of(weight, cuts)
     here = (place >= 0) & (place < weight.shape[0])
     rows = F.embedding(torch.where(here, place, 0), weight)
-    if padding_idx is not None:  # that row is read, but gets no gradient
+    if padding_idx is not None:  # the padding row is read, but gets no gradient
         rows = torch.where((input != padding_idx).unsqueeze(-1), rows, rows.detach())
     words = cuts[0][1] if cuts else weight.shape[0]
     # an index out of range: torch raises an error on the host; one device of several can only give NaN
@@ -64,7 +64,8 @@ def cross_entropy_part(
 
     `classes` is the number of all classes.
     """
-    axes, e = [axis for axis, _ in cuts], label_smoothing
+    axes = [axis for axis, _ in cuts]
+    e = label_smoothing
     top = reduced(input.detach().amax(1, keepdim=True), "all_reduce_max", axes)
     total = reduced((input - top).exp().sum(1, keepdim=True), "all_reduce", axes)
     log_sum = reduced((top + total.log()).squeeze(1), "lodge", axes)  # one device counts it
@@ -167,7 +168,8 @@ class BatchNormPart(torch.autograd.Function):
         count: int,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dims, shape, x = *_over_channels(input), _wide(input)
+        dims, shape = _over_channels(input)
+        x = _wide(input)
         mean = _exchanged(x.sum(dims), axes) / count
         centred = x - mean.view(shape)
         var = _exchanged((centred * centred).sum(dims), axes) / count
@@ -178,14 +180,17 @@ class BatchNormPart(torch.autograd.Function):
         if bias is not None:
             y = y + bias.view(shape)
         ctx.save_for_backward(input, weight, mean, scale)
-        ctx.axes, ctx.count, ctx.has_bias = axes, count, bias is not None
+        ctx.axes = axes
+        ctx.count = count
+        ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(mean, var)
         return y.to(input.dtype), mean, var
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
         input, weight, mean, scale = ctx.saved_tensors
-        dims, shape, g = *_over_channels(input), _wide(gradient)
+        dims, shape = _over_channels(input)
+        g = _wide(gradient)
         y = (_wide(input) - mean.view(shape)) * scale.view(shape)
         of_bias, of_weight = g.sum(dims), (g * y).sum(dims)
         shared = _exchanged(torch.stack([of_bias, of_weight]), ctx.axes) / ctx.count
@@ -387,7 +392,8 @@ def gamma_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int],
 def dirichlet_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts]) -> Tensor:
     """Dirichlet draws along the last dim: gamma draws as shares of their sum."""
     parts = gamma_at(input.detach(), key, op, list(shape), places_of(key, cuts, input.shape))
-    share, about = parts / parts.sum(-1, keepdim=True), torch.finfo(input.dtype)
+    share = parts / parts.sum(-1, keepdim=True)
+    about = torch.finfo(input.dtype)
     return _Dirichlet.apply(input, share.to(input.dtype).clamp(about.tiny, 1 - about.eps / 2))
 
 
@@ -423,7 +429,7 @@ class _Dirichlet(torch.autograd.Function):
 
 def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch.dtype) -> Tensor:
     """This device's part of an arange."""
-    if not dtype.is_floating_point:  # as torch does, before it counts
+    if not dtype.is_floating_point:  # torch too truncates the arguments before it counts
         start, step = int(start), int(step)
     places = torch.arange(length)
     places = places + start_of(places, cuts)

@@ -23,7 +23,7 @@ from autopar.runtime.private import job_store
 _TICK_S = 0.01  # the precision of torch's time-outs
 _SHARE = 30  # ranks that share one counter of 63 bits, two each
 _CAME = sum(1 << 2 * i for i in range(_SHARE))  # the lower bits of all of them
-_MARKED = 1 << 32  # beside the number of counters that are full, in one counter
+_MARKED = 1 << 32  # added for a full counter with a marked rank; the lower bits count full counters
 
 
 @dataclass(slots=True)
@@ -42,7 +42,8 @@ def connection() -> Any:
     A wait holds its connection until it ends, and torch's own threads need theirs.
     """
     if _CONNECTED.store is not (store := job_store()):
-        _CONNECTED.store, _CONNECTED.own = store, store.clone()
+        _CONNECTED.own = store.clone()
+        _CONNECTED.store = store
         # a group that is made again may have the store of the last one, and its entries
         _CONNECTED.job = (_CONNECTED.own.add("autopar/ranks", 1) - 1) // dist.get_world_size()
     return _CONNECTED.own
@@ -65,7 +66,8 @@ def await_key(store: Any, name: str, seconds: float) -> bool:
     The server answers as soon as it is: nobody asks again meanwhile, and torch logs a wait only if its time runs out.
     The wait is another thread's, as torch's own lets no signal of Python through until it ends.
     """
-    end, errors = time.monotonic() + seconds, list[RuntimeError]()
+    end = time.monotonic() + seconds
+    errors = list[RuntimeError]()
 
     def wait() -> None:
         try:

@@ -30,5 +30,5 @@ def is_ours(tensor: Any) -> bool:
     """
     if not isinstance(tensor, DTensor):
         return False
-    mesh = tensor.device_mesh
-    return any(known is not None and known == mesh for known in (ref() for ref in _meshes))
+    alive = [ref() for ref in _meshes]
+    return any(mesh is not None and mesh == tensor.device_mesh for mesh in alive)

@@ -231,7 +231,7 @@ def replace_methods(names: Iterable[str], make: Callable[[str, Any], Any]) -> No
 
 
 def before_adding_to_plain(names: Iterable[str], as_plain: Callable[[Any], Any]) -> None:
-    """Let `as_plain` replace a DTensor that is the operand of a plain tensor's method which writes in place."""
+    """Let `as_plain` replace a DTensor operand of plain tensors' methods that write in place."""
     for name in names:
 
         def make(theirs: Any) -> Any:

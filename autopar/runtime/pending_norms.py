@@ -34,7 +34,8 @@ def _reducing_norms_first(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def ours(input_strategy: Any, reduce_dims: Any, keep_dim: bool = False, *args: Any, **how: Any) -> Any:
         placements = (p for each in input_strategy.strategies for p in each.output_spec.placements)
         if any(isinstance(p, PendingNorm) for p in placements):
-            args, how = (False, *args[1:]), {name: value for name, value in how.items() if name != "reduction_linear"}
+            args = (False, *args[1:])
+            how = {name: value for name, value in how.items() if name != "reduction_linear"}
         return theirs(input_strategy, reduce_dims, keep_dim, *args, **how)
 
     return ours
@@ -65,6 +66,9 @@ def _root(norm: Any, tensor: Tensor) -> Tensor:
 
 
 def _with_sign(tensor: Tensor, exponent: float) -> Tensor:
-    """A power of the size of numbers, with their signs; norms have none, what stands in a list beside them may."""
+    """A power of the absolute values, with the signs of the values.
+
+    Norms have no signs; other values of the same list may have them.
+    """
     power = tensor.abs() ** exponent
     return torch.where(tensor < 0, -power, power)

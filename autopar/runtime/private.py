@@ -72,9 +72,11 @@ TRACING = threading.RLock()  # one capture or joint trace at a time in a process
 ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 TO_COPY = torch.ops.aten._to_copy.default  # x.to(dtype), below autograd
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its schema says fresh; it shows its operand's memory
-ctc_loss, ctc_loss_backward = torch.ops.aten._ctc_loss, torch.ops.aten._ctc_loss_backward
-standard_gamma_grad, dirichlet_grad = torch.ops.aten._standard_gamma_grad, torch.ops.aten._dirichlet_grad
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view of its operand, which its schema does not say
+ctc_loss = torch.ops.aten._ctc_loss
+ctc_loss_backward = torch.ops.aten._ctc_loss_backward
+standard_gamma_grad = torch.ops.aten._standard_gamma_grad
+dirichlet_grad = torch.ops.aten._dirichlet_grad
 ASSERTIONS = (torch._assert, torch._assert_async)
 # functions over lists of tensors, by their names for one
 FOREACH = {name.removeprefix("_foreach_"): getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")}
@@ -229,7 +231,7 @@ def compiled_freeing(
     The graph pops its operands from that list. It is compiled for tensors that lie as those in `given`.
     """
     (operands,) = graph.graph.find_nodes(op="placeholder")
-    operands.meta["steal_arg"] = True  # as compiled autograd asks for it
+    operands.meta["steal_arg"] = True  # compiled autograd marks its list of operands so
     mode = FakeTensorMode()
     made: Callable[[list[Tensor]], Sequence[Tensor]] = torch._dynamo.lookup_backend(backend)(
         graph, [[mode.from_tensor(x) for x in given]]
@@ -238,7 +240,7 @@ def compiled_freeing(
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    if (public := getattr(torch.distributed, "set_timeout", None)) is not None:  # from torch 2.14 on
+    if (public := getattr(torch.distributed, "set_timeout", None)) is not None:  # torch has it since 2.14
         public(timeout, group)
     else:
         torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
@@ -275,8 +277,10 @@ class AttentionCall:
 
 def fused_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output, and the log-sum-exp of each row as [batch, heads, rows]."""
-    aten, given = torch.ops.aten, (query, key, value)
-    causal, scale = call.is_causal, call.scale
+    aten = torch.ops.aten
+    given = (query, key, value)
+    causal = call.is_causal
+    scale = call.scale
     if call.kernel == "cpu":
         out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
     elif call.kernel == "flash":
@@ -293,12 +297,13 @@ def fused_attention_backward(
     """Gradients of query, key and value; `out` and `log_sum` may be those of more keys than this call has."""
     aten = torch.ops.aten
     given = (gradient, query, key, value)
-    is_causal, scale = call.is_causal, call.scale
+    is_causal = call.is_causal
+    scale = call.scale
     if call.kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, out, log_sum, 0.0, is_causal, scale=scale
         )
-    seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))  # of dropout, which there is not
+    seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))  # state of dropout; the call has none
     if call.kernel == "flash":
         rows, keys = query.shape[-2], key.shape[-2]
         found = aten._scaled_dot_product_flash_attention_backward(
@@ -326,7 +331,7 @@ def call_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def __getattr__(name: str) -> Any:  # for start-up time: few programs need these, and they import much of torch
+def __getattr__(name: str) -> Any:  # few programs need these, and importing them takes long
     if name in ("LocalTensor", "LocalTensorMode"):
         import torch.distributed._local_tensor as local_tensor
 

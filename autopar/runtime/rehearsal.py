@@ -81,7 +81,7 @@ class Rehearsal:
         raise NotImplementedError(f"{step.kind} in a local form that is tried")
 
     def _exchanged(self, index: int, x: Tensor, kind: str) -> list[Tensor]:
-        """What all devices send, on each of them."""
+        """Send a tensor to all devices; returns what each of them has sent, in order."""
         if index == 0:
             self.messages[kind] += 1
         self._held[index] = x

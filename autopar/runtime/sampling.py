@@ -34,13 +34,15 @@ def gamma_at(alpha: Tensor, key: Tensor, op: int, shape: list[int], places: list
     alpha = alpha.double()
     d = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
     c = (9 * d).rsqrt()
-    found, is_kept = d.clone(), torch.zeros_like(d, dtype=torch.bool)
+    found = d.clone()
+    is_kept = torch.zeros_like(d, dtype=torch.bool)
     for k in range(_TRIES):
         first, second = (bits_at(key, op + (3 * k + i) * SECOND, shape, places) for i in (0, 1))
         x = as_normal(first, second, torch.float64)
         v = (1 + c * x) ** 3
         fits = (v > 0) & (torch.log1p(-u(3 * k + 2)) < 0.5 * x * x + d - d * v + d * v.log())
-        found, is_kept = torch.where(fits & ~is_kept, d * v, found), is_kept | fits
+        found = torch.where(fits & ~is_kept, d * v, found)
+        is_kept = is_kept | fits
     return torch.where(alpha < 1, found * (1 - u(3 * _TRIES)) ** (1 / alpha), found)
 
 
@@ -50,10 +52,11 @@ def poisson_at(rate: Tensor, key: Tensor, op: int, shape: list[int], places: lis
 
     A draw is the least count whose cumulative probability exceeds a uniform draw, found by bisection.
     """
-    rate, drawn = rate.double(), _uniform(key, op, shape, places)
+    rate = rate.double()
+    drawn = _uniform(key, op, shape, places)
     reach = 10 * rate.sqrt() + 50  # further than 32 bits of a draw see
     low, high = (rate - reach).clamp(min=0).floor() - 1, (rate + reach).ceil()
-    for _ in range(_HALVINGS):  # at `low` it is not more, at `high` it is
+    for _ in range(_HALVINGS):  # the draw is more than `low`, and at most `high`
         middle = ((low + high) / 2).floor()
         is_more = (middle >= 0) & (torch.special.gammaincc(middle.clamp(min=0) + 1, rate) > drawn)
         low, high = torch.where(is_more, low, middle), torch.where(is_more, middle, high)

@@ -70,7 +70,7 @@ def _sendable(error: Exception) -> Exception:
     """The error, or a RuntimeError with its text where it cannot be pickled and sent to other ranks."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # of a class that lies in a function, say, or that takes other arguments
+    except Exception:  # a class may be local to a function, say, or take other arguments
         return RuntimeError(f"{type(error).__name__} on rank 0: {error}")
     return error
 
@@ -105,7 +105,8 @@ def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
     `make` also returns the arguments that it was given, as text by name: a letter on every rank says where they differ.
     An error on one rank is raised on all.
     """
-    made, error = None, None
+    made = None
+    error = None
     try:
         made = make()
     except Exception as e:

@@ -114,7 +114,7 @@ def on_processes(ranks: int, body: Body, *args: Any, timeout_s: float = 120.0) -
     """Run `body(rank, *args)` in one process per rank, over gloo, with one thread; returns the results."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["autopar.testing.preload"])
-    task = pickle.dumps((body, args))  # by value: torch's own pickling would share the tensors between ranks
+    task = pickle.dumps((body, args))  # torch's own pickling would share the tensors between ranks
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         workers = [

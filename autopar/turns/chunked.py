@@ -66,7 +66,8 @@ def _sliced_first(graph: Graph, head: Head) -> tuple[Graph, Head]:
     before    logits = linear(x, w);  s = narrow(logits, 1, 0, 127)
     after     n = narrow(x, 1, 0, 127);  s = linear(n, w)
     """
-    made, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    made = fx.Graph()
+    values = dict[fx.Node, fx.Node]()
     before = head.ops & walks.ancestors(head.slices) - set(head.slices)
     for node in graph.nodes:
         if node in head.slices:
@@ -173,7 +174,7 @@ class _Chunked(Writer):
         given = [self.values[n] for n in node.all_input_nodes]
         if self.head.sums < 2 or not any(v.lies.is_added for v in given) or any(v.is_after for v in given):
             return False
-        if op_name(node) == "total":  # of micro-batches, each of which adds its chunks up
+        if op_name(node) == "total":  # micro-batches are added up, each of them after its chunks
             return False
         strategy = self._strategy(node)
         if strategy is None or not strategy.outputs[0].value.is_partial:
@@ -229,7 +230,7 @@ class _Parted(_Chunked):
     def __init__(self, graph: Graph, head: Head, rest: int) -> None:
         super().__init__(graph, head.rows, head)
         self.parts = ((0, head.rows - rest), (head.rows - rest, rest))
-        self.rests: dict[fx.Node, fx.Node] = {}  # of what is written on the first rows, the same on the rest
+        self.rests: dict[fx.Node, fx.Node] = {}  # node on the first rows -> the same op on the rest
 
     def parted(self) -> tuple[Graph, Head]:
         """The graph, and the head on the rows that chunks share."""
@@ -246,7 +247,9 @@ class _Parted(_Chunked):
         """Write an op of the head on the rows of one part."""
         operands = self.bindings.tensors[node]
         taken = iter([self._on_part(n, f.value, place) for n, f in zip(operands, strategy.operands, strict=True)])
-        about, out, kwargs = info(node), strategy.outputs[0].value, dict(node.kwargs)
+        about = info(node)
+        out = strategy.outputs[0].value
+        kwargs = dict(node.kwargs)
         type_ = type_of(node)
         if out.is_shard:
             type_ = _with_rows(type_, out.dim, type_.shape[out.dim] // self.head.rows * self.parts[place][1])
@@ -271,7 +274,10 @@ class _Parted(_Chunked):
 
     def _rows(self, whole: fx.Node, wanted: Placement, place: int) -> fx.Node:
         """The rows of one part of a whole value, out of each of its blocks."""
-        type_, (start, length), dim, near = type_of(whole), self.parts[place], wanted.dim, self.head.product
+        type_ = type_of(whole)
+        start, length = self.parts[place]
+        dim = wanted.dim
+        near = self.head.product
         blocks = type_.shape[dim] // self.head.rows
         if blocks == 1:
             return _rows_of(self.fx, whole, dim, start, length, near)

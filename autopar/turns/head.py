@@ -26,13 +26,13 @@ class Head:
 
     product: fx.Node
     ops: frozenset[fx.Node]
-    dim: int  # of the logits: the rows that come one after the other
+    dim: int  # the dim of the logits that holds their rows
     rows: int
-    slices: tuple[fx.Node, ...] = ()  # of the logits, all of the same rows, where nothing else reads them
+    slices: tuple[fx.Node, ...] = ()  # ops that take the same rows of the logits, if nothing else reads these
 
     @property
     def sums(self) -> int:
-        """How many of its numbers have gradients."""
+        """The number of scalars of the region that have gradients."""
         return sum(type_of(n).requires_grad for n in self.ops if is_number(n))
 
 
@@ -85,8 +85,9 @@ def made_of_rows(product: fx.Node) -> frozenset[fx.Node]:
 
 
 def _slices(product: fx.Node, ops: frozenset[fx.Node], dim: int) -> tuple[fx.Node, ...]:
-    """The ops that take the same rows of the logits, where only they and the outputs read these; else none."""
-    found, pending = [], [product]
+    """The ops that take the same rows of the logits, if only they and the outputs read these; else none."""
+    found = []
+    pending = [product]
     while pending:
         for user in pending.pop().users:
             if op_name(user) == "narrow" and user.kwargs["dim"] % len(type_of(product).shape) == dim:

@@ -141,7 +141,8 @@ class _MicroBatch(Writer):
 
     def share(self, whole: fx.Node, wanted: Placement) -> fx.Node:
         """The share of a turn of a whole value: its rows, or its part of a sum."""
-        about, type_ = info(whole), type_of(whole)
+        about = info(whole)
+        type_ = type_of(whole)
         if wanted.is_partial:
             return self.emitted("once", whole, about, type_, turns=self.turns)
         shape = tuple(n // self.turns if d == wanted.dim else n for d, n in enumerate(type_.shape))
@@ -205,7 +206,7 @@ class _MicroBatch(Writer):
     def _output(self, place: int, source: fx.Node) -> fx.Node | None:
         """An output as it leaves; None where it is rows that are not kept."""
         value = self.values[source]
-        if place in self.graph.differentiable and value.lies.flow == WHOLE:  # of no row
+        if place in self.graph.differentiable and value.lies.flow == WHOLE:  # independent of rows: one turn adds it
             return self.add_up(self.taken(source, flow(P())))
         if value.lies.is_added:
             return self._added_up(source, self.graph.output)
@@ -238,7 +239,7 @@ class _MicroBatch(Writer):
         totals = [n for n in self.fx.find_nodes(op="call_function", target=OPS["total"]) if type_of(n).requires_grad]
         if len(totals) > 1:
             raise NotServed(
-                "the loss is no sum over rows: it is computed from several sums over a batch, and gradients of a "
+                "the loss is not a sum over rows: it is computed from several sums over a batch, and gradients of a "
                 "micro-batch need all of them at once",
                 at=info(totals[-1]).source,
                 seen=", ".join(info(n.all_input_nodes[0]).key for n in totals),

@@ -25,7 +25,8 @@ from autopar.sharding.notation import Binding
 from autopar.sharding.placement import Flow, P, Placement, R, Sharding, flow
 from autopar.sharding.strategies import Choice, Strategy, replicated, strategies_on_one_axis, values
 
-WHOLE, ADDED = Flow(R, P()), flow(P())  # there the whole while, with a gradient that is added up; added up
+WHOLE = Flow(R, P())  # The full value in every turn; the turns' gradients are added up.
+ADDED = flow(P())  # The turns' values are added up.
 
 
 def early_gradient_in_float16(graph: Graph) -> fx.Node | None:
@@ -33,8 +34,11 @@ def early_gradient_in_float16(graph: Graph) -> fx.Node | None:
 
     Such a gradient needs the scale of the loss before it is made, and turns scale gradients after.
     """
-    ops = (n for n in graph.nodes if info(n).kind == "op")
-    return next((n for n in ops if any(t.dtype == "float16" and t.requires_grad for t in info(n).outputs)), None)
+    return next((n for n in graph.nodes if info(n).kind == "op" and _has_gradient_in_float16(n)), None)
+
+
+def _has_gradient_in_float16(node: fx.Node) -> bool:
+    return any(t.dtype == "float16" and t.requires_grad for t in info(node).outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,8 @@ def strategy_in_turns(
     of_inputs = all(g.of_inputs for g in given) and not any(t.requires_grad for t in info(node).outputs)
     has_rows = of_inputs and info(node).outputs[0].shape[:1] == (rows,)
     should_be_cut = has_rows or any(g.is_cut and g.of_batch for g in given)
-    best, cost = None, (True, len(given) * 2 + 1)
+    best = None
+    cost = (True, len(given) * 2 + 1)
     for strategy in _strategies(node, binding, operands, given):
         if cut is not None and strategy.outputs[0].value != cut:
             continue
@@ -99,7 +104,8 @@ def strategy_in_turns(
         results = [f.value for f in strategy.outputs]
         is_other = all(r == R for r in results) if should_be_cut else any(r.is_shard for r in results)
         if (is_other, changes) < cost and _runs_in_turns(node, binding, strategy, turns):
-            best, cost = strategy, (is_other, changes)
+            best = strategy
+            cost = (is_other, changes)
     return best
 
 
@@ -132,7 +138,7 @@ def _changes(strategy: Strategy, given: Sequence[OnTime], operands: Sequence[fx.
             continue
         if not lies.of_inputs and lies.flow.value != R:
             return None
-        if taken.value == R and not lies.of_inputs:  # with another gradient
+        if taken.value == R and not lies.of_inputs:  # only the gradient differs, and nothing converts that
             return None
         if taken.value.is_shard and not _is_even(taken.value, type_of(node).shape, turns):
             return None
@@ -160,7 +166,7 @@ def _runs_in_turns(node: fx.Node, binding: Binding | None, strategy: Strategy, t
         return True
     if binding.is_inside(strategy.cut) or any(binding.sizes[f] % turns for f in strategy.cut.factors):
         return False
-    if info(node).random >= 0:  # by place, which it counts from where a part begins
+    if info(node).random >= 0:  # an op draws by position from the start of its part, so parts are single blocks
         return not any(f.value.blocks for f in (*strategy.operands, *strategy.outputs))
     facts = facts_of(op_name(node))
     if facts.form is None:

@@ -35,8 +35,8 @@ class Value:
     """A value of the graph as it is written: as a turn has it, and whole."""
 
     lies: OnTime
-    turn: fx.Node  # as the flow says
-    whole: fx.Node | None = None  # where it is made of inputs alone
+    turn: fx.Node  # the value in a turn, placed as the flow says
+    whole: fx.Node | None = None  # the full value, where one is written
     is_after: bool = False  # is it made of what all turns have added up?
 
 
@@ -51,8 +51,8 @@ class Writer(abc.ABC):
         self.bindings = Bindings.of(graph, strict=False)
         self.fx = fx.Graph()
         self.values: dict[fx.Node, Value] = {}
-        self.shares: dict[tuple[fx.Node, Placement], fx.Node] = {}  # of whole values, those of a turn
-        self.flows: dict[fx.Node, tuple[Flow, ...]] = {}  # of ops with several results
+        self.shares: dict[tuple[fx.Node, Placement], fx.Node] = {}  # a turn's part of a whole value
+        self.flows: dict[fx.Node, tuple[Flow, ...]] = {}  # flows of the results of ops with several
 
     def copy(self, node: fx.Node, type_: TensorType | None = None) -> fx.Node:
         """Copy an input, a parameter or a buffer, with another type where one is given."""
@@ -62,8 +62,10 @@ class Writer(abc.ABC):
 
     def emit(self, node: fx.Node, operands: Sequence[fx.Node], strategy: Strategy | None) -> fx.Node:
         """Write the op on operands as its strategy takes them; without a strategy, on whole ones."""
-        about, kwargs = info(node), dict(node.kwargs)
-        outputs, random = about.outputs, about.random
+        about = info(node)
+        kwargs = dict(node.kwargs)
+        outputs = about.outputs
+        random = about.random
         if strategy is None:
             taken = [self.values[n].whole for n in operands]
         else:
@@ -139,7 +141,8 @@ class Writer(abc.ABC):
 
     def ended(self, results: Sequence[fx.Node | None], **facts: Any) -> Graph:
         """The graph with these results in the places of its own; None where an output is not kept."""
-        graph, names = self.graph, self.graph.output_names
+        graph = self.graph
+        names = self.graph.output_names
         types = info(graph.output).outputs
         kept = [i for i, node in enumerate(results) if node is not None]
         leaves = [Leaf(kept.index(i)) if i in kept else NotKept(name) for i, name in enumerate(names)]

@@ -251,7 +251,7 @@ class Mean(nn.Module):
     [
         (bert, lambda n: text(n, mask=False), "'loss' depends on the padding"),
         (Mean, lambda n: {"ids": text(n)["input_ids"]}, "'out' depends on the padding"),
-        (lambda: Mean(halve=True), lambda n: {"ids": text(n)["input_ids"]}, "no length of an input"),
+        (lambda: Mean(halve=True), lambda n: {"ids": text(n)["input_ids"]}, "not the length of an input"),
         (lambda: Mean(norm=True), lambda n: {"ids": text(n)["input_ids"]}, "the buffer norm"),
     ],
     ids=["no mask", "a mean over the sequence", "every second", "batch norm"],

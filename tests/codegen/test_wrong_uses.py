@@ -199,7 +199,7 @@ WRONG = {
     ),
     "a plan of another mesh": (lambda: make(plan=other_plan(mesh=4)), Disagreement, "2 ranks"),
     "a mesh of too many": (lambda: make(mesh=4), Disagreement, "2 ranks"),
-    "weights that are a number": (lambda: make(weights=3), BadWeights, "is no path"),
+    "weights that are a number": (lambda: make(weights=3), BadWeights, "is not a path"),
     "weights that are not there": (lambda: make(weights="/nowhere/model.safetensors"), BadWeights, "nowhere"),
     "no such initialisation": (lambda: make(init="zeros"), NotServed, "init"),
     "no such backend": (lambda: make(compile="nothing"), NotServed, "not a backend"),

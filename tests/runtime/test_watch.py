@@ -144,7 +144,7 @@ def test_wrong_uses_are_letters():
     with pytest.raises(NotServed, match="is not parallel"):
         autopar.watch(nn.Linear(2, 2))
     for what, value in (("every", 0), ("every", -1), ("every", 2.5), ("every", True), ("rows", -1), ("rows", 0.5)):
-        with pytest.raises(NotServed, match=f"{what}={value} is no number of"):
+        with pytest.raises(NotServed, match=f"{what}={value} is not a valid number of"):
             on_threads(1, wrong, what, value)
 
 

@@ -241,7 +241,7 @@ def test_10_a_function_without_a_name_cannot_be_read_back(off):
     )
     for module in (lookup, archive):
         off(module, "own_name", lambda function: function.__qualname__)
-    with pytest.raises(BadGraph, match="no function that a tracer meets"):
+    with pytest.raises(BadGraph, match="not a function that a tracer meets"):
         Graph.from_json(traced(pools).to_json())
 
 

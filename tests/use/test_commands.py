@@ -231,19 +231,19 @@ def test_what_cannot_be_read_exits_with_two(arguments):
 
 
 LETTERS = {
-    "a file that cannot be imported": (("plan", "pyproject.toml.py:build", "--mesh", "2"), "there is no file"),
+    "a file that cannot be imported": (("plan", "pyproject.toml.py:build", "--mesh", "2"), "does not exist"),
     "a builder that wants something": (("plan", f"{HERE}:of_width", "--mesh", "2"), "raised TypeError"),
     "three things": (("plan", f"{HERE}:three", "--mesh", "2"), "returned a tuple, no model"),
     "no devices in a cluster": ((*PLAN, "--cluster", "h100-0x2"), "no cluster is called"),
     "more positions than there are": (("fit", "gpt2", "--inputs", "seq=9999"), "has no place for seq=9999"),
     "a batch of no rows": (("plan", f"{HERE}:build", "--mesh", "2", "--inputs", "x=0x16,labels=0:int64"), "names no"),
-    "no script": (("run", "nowhere.py"), "there is no script"),
+    "no script": (("run", "nowhere.py"), "the script nowhere.py does not exist"),
     "words of images": (
         ("plan", "vit-base", "--mesh", "2", "--inputs", "batch=4,seq=7"),
         "a model of images has no seq",
     ),
     "no such model": (("plan", "llama-4-8b", "--mesh", "2"), "did you mean 'llama-3-8b'"),
-    "no such file": (("plan", "nowhere.py:build", "--mesh", "2"), "there is no file nowhere.py"),
+    "no such file": (("plan", "nowhere.py:build", "--mesh", "2"), "the file nowhere.py does not exist"),
     "no such function": (("plan", f"{HERE}:nothing", "--mesh", "2"), "has no function nothing"),
     "no model": (("plan", f"{HERE}:no_model", "--mesh", "2"), "returned a int, no model"),
     "no inputs": (("plan", f"{HERE}:build", "--mesh", "2"), "returned no inputs"),
@@ -258,7 +258,7 @@ LETTERS = {
     "an odd precision": ((*PLAN, "--precision", "bf15"), "did you mean 'bf16'"),
     "no such preset": ((*PLAN, "--parallel", "fsdp3"), "did you mean 'fsdp'"),
     "no such policy": ((*PLAN, "--recompute", "ful"), "did you mean 'full'"),
-    "an odd constraint": ((*PLAN, "--constrain", "head.weight"), "is no constraint"),
+    "an odd constraint": ((*PLAN, "--constrain", "head.weight"), "is not a constraint"),
     "a constraint of nothing": ((*PLAN, "--constrain", "heat.weight=S(0)@0"), "heat.weight"),
     "no folder": ((*PLAN, "--out", "/nowhere/at/all.json"), "the folder of"),
     "no folder for a trace": (("timeline", *PLAN[1:], "--out", "/nowhere/at/all.json"), "the folder of"),
@@ -270,7 +270,7 @@ LETTERS = {
     "no plan": (("show", "nowhere.json"), "cannot be read"),
     "not a plan": (("show", "pyproject.toml"), "cannot be read"),
     "a plan of another model": (("verify", "{plan}", f"{HERE}:other"), "made for another model"),
-    "inputs of no numbers": (("verify", "{plan}", f"{HERE}:of_no_numbers"), "an input holds what is no number"),
+    "inputs of no numbers": (("verify", "{plan}", f"{HERE}:of_no_numbers"), "an input has NaN or infinite values"),
     "a plan of other inputs": (
         ("verify", "{plan}", f"{HERE}:build", "--inputs", "x=4x16,labels=4:int64"),
         "made for another graph",

@@ -14,7 +14,7 @@ import torch
 import autopar
 from autopar import Assume, Precision
 from autopar.arguments import optimizer_of, precision_of
-from autopar.letters import BadBudget, BadCluster, BadPreset, BadSharding, Infeasible, Letter, NotServed
+from autopar.letters import AutoparError, BadBudget, BadCluster, BadPreset, BadSharding, Infeasible, NotServed
 from tests.language import drawn, gpt2
 
 
@@ -137,7 +137,7 @@ def test_bytes_of_states_are_those_that_torch_keeps(optimizer):
 def test_letters_say_what_may_have_been_meant(how, letter, says):
     with pytest.raises(letter) as caught:
         planned(**{"mesh": 4, **how})
-    assert says in str(caught.value) and isinstance(caught.value, Letter)
+    assert says in str(caught.value) and isinstance(caught.value, AutoparError)
 
 
 @pytest.mark.parametrize(

@@ -89,5 +89,5 @@ def test_what_a_plan_decides_is_not_asked_twice(tmp_path):
         with pytest.raises(NotServed, match=name):
             body({name: given})
     trainer = body({"max_steps": 1})
-    with pytest.raises(NotServed, match="no checkpoint that this Trainer wrote"):
+    with pytest.raises(NotServed, match="not a checkpoint that this Trainer wrote"):
         trainer._load_from_checkpoint(str(tmp_path))

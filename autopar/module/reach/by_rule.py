@@ -22,7 +22,8 @@ def by_rule(pair: OpPair) -> Reach | list[Reach]:
 
     Along a dim that may be cut, elements depend on their own place; along other dims they mix.
     """
-    op, outputs = pair.node.target, info(pair.node).outputs
+    op = pair.node.target
+    outputs = info(pair.node).outputs
     rule = rule_of(op.name, {**typed(pair.kwargs), "outputs": outputs})
     if rule is None:
         raise Unclear
@@ -56,7 +57,8 @@ def _of_binding(pair: OpPair, binding: Binding) -> list[Reach]:
     mixed = _mixed(binding)
     pads = [_on_factors(reach.pad, row, at) for row, reach in rows.values()]
     nothing = torch.zeros((1,) * len(at), dtype=torch.bool)
-    term, neutral = any_of([nothing, *pads]), nothing
+    term = any_of([nothing, *pads])
+    neutral = nothing
     if all(f not in binding.whole and f not in binding.inside for f in mixed if is_padded([sizes.get(f, ())])):
         for group in binding.groups:  # a product is 0, and adds nothing, where one of its factors is
             those = [rows[i] for i in group if i in rows and _has_factor(rows[i][0], mixed)]

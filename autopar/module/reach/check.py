@@ -94,14 +94,8 @@ def _reached(pair: OpPair) -> list[Reach]:
     """The reach of each output of an op; all of it where the op is unclear and meets padding."""
     try:
         return _transferred(pair)
-    except (
-        Unclear,
-        Letter,
-        RuntimeError,
-        ValueError,
-        IndexError,
-        TypeError,
-    ):  # what an op does with its arguments is not foreseen here: nothing is said of it
+    except (Unclear, Letter, RuntimeError, ValueError, IndexError, TypeError):
+        # The transfer function does not foresee such arguments, so nothing is known about the results.
         outputs = range(len(info(pair.node).outputs))
         given = [pair.reaches[n] for n in pair.node.all_input_nodes]
         is_met = any(bool(r.pad.any()) or is_padded(r.dims) for r in given)

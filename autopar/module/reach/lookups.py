@@ -47,7 +47,8 @@ def _dims_looked_into(pair: OpPair, given: Reach) -> list[tuple[Any, tuple[Facto
     """Pairs of each entry of an index and the dims that it indexes."""
     entries = pair.kwargs["index"] if isinstance(pair.kwargs["index"], (tuple, list)) else (pair.kwargs["index"],)
     widths = [*map(_width, entries)]
-    found, at = [], 0
+    found = []
+    at = 0
     for entry, width in zip(entries, widths, strict=True):
         if entry is Ellipsis:
             at = len(given.dims) - sum(widths) + at

@@ -17,7 +17,8 @@ def pointwise(pair: OpPair) -> Reach:
     """The reach of an elementwise op; products with known zeros, and sums that hide scores, are known."""
     present = [r for r in pair.operands if r is not None]
     dims, lined = lined_up(present)
-    pad, known = any_of([r.pad for r in lined]), all_of([r.known for r in lined])
+    pad = any_of([r.pad for r in lined])
+    known = all_of([r.known for r in lined])
     if info(pair.node).random >= 0:
         known = torch.zeros_like(known)
     value = torch.zeros((1,) * len(dims), dtype=type_of_output(pair, 0))
@@ -87,7 +88,9 @@ def from_nothing(pair: OpPair) -> Reach:
 
     if math.prod(type_of(pair.node).shape) > MOST:
         raise Unclear
-    here, longer, dims = made(pair.exact), made(pair.node), pair.dims()
+    here = made(pair.exact)
+    longer = made(pair.node)
+    dims = pair.dims()
     shared = longer
     for d, n in enumerate(here.shape):
         shared = shared.narrow(d, 0, n)

@@ -19,10 +19,10 @@ from autopar.module.reach.values import Factors, Reach, number, tidy
 class OpPair:
     """One op in both programs, and the reach of its operands."""
 
-    node: fx.Node  # of the longer program
+    node: fx.Node  # op of the longer program
     exact: fx.Node
-    operands: list[Reach | None]  # in the order in which rules name them
-    reaches: Mapping[fx.Node, Reach]  # of all values so far
+    operands: list[Reach | None]  # reaches in the order in which rules name operands
+    reaches: Mapping[fx.Node, Reach]  # reaches of all values so far
 
     def of(self, name: str) -> Reach | None:
         """The reach of an argument; a number is known everywhere."""

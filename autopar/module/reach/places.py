@@ -28,7 +28,8 @@ from autopar.module.reach.values import (
 
 
 def permuted(pair: OpPair) -> Reach:
-    given, name = need(pair.of("input")), op_name(pair.node)
+    given = need(pair.of("input"))
+    name = op_name(pair.node)
     rank = len(given.dims)
     order = list(range(rank))
     if name == "permute":
@@ -75,16 +76,22 @@ def _reshaped(tensor: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -
     shown: list[int] = []
     i = j = 0
     while i < len(before) or j < len(after):  # dims of both shapes that hold the same numbers
-        first, other, a, b = i, j, 1, 1
+        first = i
+        other = j
+        a = b = 1
         if i < len(before):
-            a, i = before[i], i + 1
+            a = before[i]
+            i += 1
         if j < len(after):
-            b, j = after[j], j + 1
+            b = after[j]
+            j += 1
         while a != b:
             if a < b:
-                a, i = a * before[i], i + 1
+                a *= before[i]
+                i += 1
             else:
-                b, j = b * after[j], j + 1
+                b *= after[j]
+                j += 1
         alike = all(tensor.shape[d] == 1 for d in range(first, i))
         sizes += [1 if alike else n for n in before[first:i]]
         shown += [1 if alike else n for n in after[other:j]]
@@ -110,7 +117,8 @@ def _ranged(given: Reach, dim: int, starts: tuple[int, int], lengths: tuple[int,
         raise Unclear
     if starts[0] != starts[1]:
         raise Unclear
-    start, dims = starts[1] % max(given.shape[dim], 1), replaced(given.dims, dim, tidy((lengths,)))
+    start = starts[1] % max(given.shape[dim], 1)
+    dims = replaced(given.dims, dim, tidy((lengths,)))
 
     def ranged(tensor: Tensor) -> Tensor:
         return tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, start, lengths[1])
@@ -140,7 +148,8 @@ def select(pair: OpPair) -> Reach:
 def split(pair: OpPair) -> list[Reach]:
     given = need(pair.of("input"))
     dim = int(pair.kwargs.get("dim", 0)) % len(given.dims)
-    found, starts = [], (0, 0)
+    found = []
+    starts = (0, 0)
     for one, other in zip(info(pair.exact).outputs, info(pair.node).outputs, strict=True):
         lengths = one.shape[dim], other.shape[dim]
         found.append(_ranged(given, dim, starts, lengths))
@@ -184,12 +193,18 @@ def more_at_the_ends(pair: OpPair) -> Reach:
 
     Where the op pads behind the input's own padding, that padding must hold the same constant already.
     """
-    given, amounts, fill = need(pair.of("input")), list(pair.kwargs["pad"]), pair.kwargs.get("value") or 0
+    given = need(pair.of("input"))
+    amounts = list(pair.kwargs["pad"])
+    fill = pair.kwargs.get("value") or 0
     if pair.kwargs.get("mode", "constant") != "constant":
         raise Unclear
-    dims, (pad, known, value) = list(given.dims), (given.pad, given.known, given.value)
+    dims = list(given.dims)
+    pad = given.pad
+    known = given.known
+    value = given.value
     for k in range(len(amounts) // 2):
-        d, (left, right) = len(dims) - 1 - k, (int(n) for n in amounts[2 * k : 2 * k + 2])
+        d = len(dims) - 1 - k
+        left, right = (int(n) for n in amounts[2 * k : 2 * k + 2])
         if (left, right) == (0, 0):
             continue
         if not is_plain(dims[d]) or (left < 0 and is_padded([dims[d]])):
@@ -197,11 +212,9 @@ def more_at_the_ends(pair: OpPair) -> Reach:
         here, size = exact_size(dims[d]), longer_size(dims[d])
         pad, known, value = (t.expand([*t.shape[:d], size, *t.shape[d + 1 :]]) for t in (pad, known, value))
         ends = [0, 0] * (len(dims) - 1 - d) + [left, right]
-        pad, known, value = (
-            torch.nn.functional.pad(pad, ends, value=False),
-            torch.nn.functional.pad(known, ends, value=True),
-            torch.nn.functional.pad(value, ends, value=fill),
-        )
+        pad = torch.nn.functional.pad(pad, ends, value=False)
+        known = torch.nn.functional.pad(known, ends, value=True)
+        value = torch.nn.functional.pad(value, ends, value=fill)
         if here != size and right > 0:
             new = [slice(None)] * d + [slice(left + here, left + here + right)]
             pad = pad.clone()

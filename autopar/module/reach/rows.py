@@ -22,15 +22,18 @@ def _dims_of(pair: OpPair, rank: int) -> tuple[int, ...]:
 
 def reduced(pair: OpPair) -> Reach:
     """The reach of a reduction, less elements known to be neutral: zeros in a sum, -inf in a maximum."""
-    given, neutral = need(pair.of("input")), facts_of(op_name(pair.node)).neutral
+    given = need(pair.of("input"))
+    neutral = facts_of(op_name(pair.node)).neutral
     rank = len(given.dims)
-    gone, keeps = _dims_of(pair, rank), bool(pair.kwargs.get("keepdim", False))
+    gone = _dims_of(pair, rank)
+    keeps = bool(pair.kwargs.get("keepdim", False))
     if not gone:
         return replace(unknown(given.dims, type_of_output(pair, 0)), pad=given.pad)
     reached = given.pad & ~given.is_(neutral)
     pad = reached.amax(gone, keepdim=keeps) | given.pad.amin(gone, keepdim=keeps)
     dims = tuple(() if d in gone else f for d, f in enumerate(given.dims) if keeps or d not in gone)
-    known, value = given.known.amin(gone, keepdim=keeps), torch.zeros((1,) * len(dims), dtype=type_of_output(pair, 0))
+    known = given.known.amin(gone, keepdim=keeps)
+    value = torch.zeros((1,) * len(dims), dtype=type_of_output(pair, 0))
     if bool(known.any()):
         sizes = [n if d in gone else given.value.shape[d] for d, n in enumerate(given.shape)]
         value = pair.run({pair.kwargs["input"]: given.value.expand(sizes)})

@@ -23,7 +23,7 @@ from autopar.module.reach.rows import attention, loss_of_classes, reduced, runni
 from autopar.module.reach.values import Reach
 from autopar.ops.entry import facts_of
 
-# by the `reach` of an op's entry
+# Transfer functions by the `reach` of an op's entry.
 TRANSFERS: dict[str, Callable[[OpPair], Reach | list[Reach]]] = {
     "": by_rule,
     "choice": where,

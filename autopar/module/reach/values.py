@@ -13,7 +13,8 @@ from torch import Tensor
 
 from autopar.graph.graph import type_of
 
-Factors = tuple[tuple[int, int], ...]  # of one dim, major first: size of each in the unpadded and in the longer call
+# Factors of one dim, major first: the size of each in the unpadded and in the longer call.
+Factors = tuple[tuple[int, int], ...]
 LOW = -1e9  # a score to which this or less is added is hidden
 MOST = 2**28  # most elements of a value that is looked at in full
 
@@ -27,8 +28,8 @@ class Reach:
 
     dims: tuple[Factors, ...]
     pad: Tensor  # whether it is padding, or depends on padding
-    known: Tensor  # whether it is known before anything runs,
-    value: Tensor  # and its value; 0 where it is not known
+    known: Tensor  # whether it is known before anything runs
+    value: Tensor  # the value where it is known, else 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +77,8 @@ def unknown(dims: tuple[Factors, ...], dtype: torch.dtype, pad: bool | Tensor = 
 def given_value(exact: fx.Node, node: fx.Node, fill: float | None) -> Reach:
     """The reach of a parameter or buffer (`fill` None), or of an input whose padding is `fill`."""
     dims = tuple(tidy(((e, n),)) for e, n in zip(type_of(exact).shape, type_of(node).shape, strict=True))
-    dtype, padding = type_of(node).torch_dtype, beyond(dims)
+    dtype = type_of(node).torch_dtype
+    padding = beyond(dims)
     if fill is None:
         return unknown(dims, dtype)
     return reach_of(dims, padding, padding, torch.full(padding.shape, fill).to(dtype))
