@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.codegen.buffers import read_instead
 from autopar.runtime import collectives, forms  # noqa: F401 - forms trace conversions
 from autopar.runtime.private import FakeTensorMode
 from autopar.sharding.cost_model import BROADCAST
@@ -455,7 +456,7 @@ def traced(call: Call, backward: bool, device: str = "cpu", dtype: torch.dtype =
         torch.ops.autopar.convert.default,
     ):  # an axis of one device: nothing to exchange
         for node in graph.graph.find_nodes(op="call_function", target=target):
-            node.replace_all_uses_with(node.args[0])
+            read_instead(node, node.args[0])
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     # a step holds what forward made until backward has read it: no result takes the memory of one that has ended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 import torch.fx as fx
@@ -70,6 +70,14 @@ def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[f
             seen.add(buffer_of(value))
         found.append(value)
     return found
+
+
+def read_instead(node: fx.Node, by: fx.Node, except_for: Container[fx.Node] = ()) -> None:
+    """Let the readers of an emitted node read `by`, which must have its shape and dtype."""
+    was, now = node.meta.get("val"), by.meta.get("val")
+    if isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor):
+        assert (was.shape, was.dtype) == (now.shape, now.dtype), (node, by)
+    node.replace_all_uses_with(by, delete_user_cb=lambda user: user not in except_for)
 
 
 def numbers_of(steps: Sequence[fx.Node]) -> list[list[object]]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from autopar.codegen.buffers import read_instead
 from autopar.codegen.joint_graph import BACK, EARLY, OP, REGION, JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.graph import walks
@@ -123,7 +124,7 @@ class _Region:
                     else:
                         self._add(graph, end, copies[end])
         for total, number in zip(self.totals, numbers, strict=True):
-            total.replace_all_uses_with(self.sums.pop(number))
+            read_instead(total, self.sums.pop(number))
         with graph.inserting_before(place_of_all):
             made = {end: self._whole(graph, end) for end in ends}
         for end, whole in made.items():
@@ -178,7 +179,7 @@ class _Region:
             scaled = graph.call_function(_ATEN.mul.Tensor, (whole, self.seed.args[0]))
         scaled.meta.update({key: end.meta[key] for key in (BACK,) if key in end.meta})
         scaled.meta["val"] = end.meta["val"]
-        end.replace_all_uses_with(scaled, delete_user_cb=lambda user: user not in inside)
+        read_instead(end, scaled, except_for=inside)
 
 
 def _comes_of(node: fx.Node, region: frozenset[str], backward: Iterable[fx.Node]) -> bool:

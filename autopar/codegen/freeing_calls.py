@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from autopar.codegen.buffers import read_instead
+
 
 def from_a_list(module: fx.GraphModule) -> fx.GraphModule:
     """Pop operands from one list: Python would keep a call's arguments alive until it returns.
@@ -20,7 +22,7 @@ def from_a_list(module: fx.GraphModule) -> fx.GraphModule:
         with graph.inserting_before(node):
             taken = graph.call_method("pop", (given, 0))
         taken.meta.update(node.meta)
-        node.replace_all_uses_with(taken)
+        read_instead(node, taken)
         graph.erase_node(node)
     module.recompile()
     return module

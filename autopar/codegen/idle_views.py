@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from autopar.codegen.buffers import is_view
+from autopar.codegen.buffers import is_view, read_instead
 from autopar.codegen.joint_graph import BACK, OP
 from autopar.runtime.private import UNSAFE_VIEW
 
@@ -42,7 +42,7 @@ def drop_idle_views(half: Half) -> None:
             continue
         if node in leaving:
             leaving.add(value)
-        node.replace_all_uses_with(value)
+        read_instead(node, value)
     for node in reversed(views):
         if not node.users:
             half.graph.erase_node(node)

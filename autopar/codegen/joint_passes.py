@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own
+from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own, read_instead
 from autopar.codegen.chunks import write_out_chunks
 from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
@@ -38,7 +38,7 @@ def write_out_conversions(joint: JointGraph) -> None:
             value = _written_out(joint.graph, node)
         while (before := before.next) is not node:  # its steps inherit its marks
             before.meta.update((key, node.meta[key]) for key in (OP, BACK, CONVERTED) if key in node.meta)
-        node.replace_all_uses_with(value)
+        read_instead(node, value)
         joint.graph.erase_node(node)
     for node in joint.graph.find_nodes(op="call_function", target=START):
         node.target = part_start
@@ -109,7 +109,7 @@ def drop_round_trips(joint: JointGraph) -> None:
         if middle.target is STEPS["slice"] and middle.args[1:] == node.args[1:]:
             with joint.graph.inserting_before(node):
                 value = _in_memory_order(joint.graph, middle.args[0], node)
-            node.replace_all_uses_with(value)
+            read_instead(node, value)
             joint.graph.erase_node(node)
     joint.read_output()
 
@@ -121,7 +121,7 @@ def drop_noise(joint: JointGraph) -> None:
     after     c = mul(a, a)
     """
     for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(node.args[0])
+        read_instead(node, node.args[0])
         joint.graph.erase_node(node)
     joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     joint.read_output()
@@ -292,7 +292,7 @@ def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: f
             last.meta["val"] = node.meta["val"]
             parts.append(last)
     for way, part in zip(ways, parts, strict=True):
-        way[-1].replace_all_uses_with(part)
+        read_instead(way[-1], part)
         for node in reversed(way):
             graph.erase_node(node)
     return last
@@ -338,7 +338,7 @@ def turn_queries(joint: JointGraph) -> None:
         for o, t, y in copies:
             o.meta["val"] = _COPY(o.meta["val"].transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
             t.meta["val"] = o.meta["val"].transpose(1, 2)
-            y.replace_all_uses_with(t)
+            read_instead(y, t)
             joint.graph.erase_node(y)
     joint.read_output()
 

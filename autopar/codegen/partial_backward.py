@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autopar.codegen.buffers import own
+from autopar.codegen.buffers import own, read_instead
 from autopar.runtime.collectives import PACK, STEPS
 
 _BUCKETS = [step for name, step in STEPS.items() if name.endswith("_bucket")]
@@ -69,7 +69,7 @@ class _Cut:
         elif missing and node.target in _MESSAGES:
             self.places[node] = _without_parts(node, self.empty)
         elif missing and _is_a_sum_of_two(node):
-            node.replace_all_uses_with(next(a for a in operands if a not in self.empty))
+            read_instead(node, next(a for a in operands if a not in self.empty))
         elif missing:
             with self.graph.inserting_before(node):
                 zeros = {a: _zeros(self.graph, a) for a in missing}

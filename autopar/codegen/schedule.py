@@ -30,7 +30,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffer_reuse import write_over
-from autopar.codegen.buffers import hands_on, numbers_of
+from autopar.codegen.buffers import hands_on, numbers_of, read_instead
 from autopar.codegen.halves import COLLECTIVES
 from autopar.codegen.idle_views import drop_idle_views
 from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED, WANTED
@@ -362,7 +362,7 @@ def _hand_out(graph: fx.Graph, together: fx.Node, nodes: list[fx.Node]) -> None:
         for i, node in reversed(list(enumerate(nodes))):
             part = graph.call_function(operator.getitem, (together, i))
             part.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(part)
+            read_instead(node, part)
     for node in nodes:
         graph.erase_node(node)
 

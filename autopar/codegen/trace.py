@@ -25,6 +25,7 @@ import torch.fx as fx
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar.codegen.buffers import read_instead
 from autopar.codegen.joint_graph import BACK, CONVERTED, OP, JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.graph import walks
@@ -307,5 +308,5 @@ def _write_out(made: fx.GraphModule, node: fx.Node, device: str) -> None:
         written = made.graph.call_function(literal, (data, value.dtype, device))
     written.meta.update(node.meta)
     written.meta.setdefault("val", held)
-    node.replace_all_uses_with(written)
+    read_instead(node, written)
     made.graph.erase_node(node)

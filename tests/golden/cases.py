@@ -148,6 +148,7 @@ _HALF = autopar.Precision("bfloat16", "float32")
 CASES = {
     "llama-free": Case("llama", _GRID),
     "llama-zero3-bf16": Case("llama", _LINE, {"parallel": "zero3", "precision": _HALF}),
+    "llama-zero3-2x2": Case("llama", _GRID, {"parallel": "zero3"}),  # windows whose messages move over two axes
     "llama-megatron-sequence": Case(
         "llama", _LINE, {"parallel": dict(tensor=dict(size=4, mode="megatron", sequence=True))}, (3,)
     ),
