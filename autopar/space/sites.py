@@ -209,8 +209,10 @@ class SiteBuilder:
         if about.chunks > 1:
             compute = seconds_in_chunks(self.seconds, chosen, compute)
         seconds = np.zeros(len(choices))
+        sent = self.seconds.exchange(chosen, compute) if compute else ()
         if compute:
-            seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen) * about.chunks) * self.setting.passes
+            exposed = sent[0] if sent else 0.0
+            seconds = (compute[0] + compute[1] + exposed) * self.setting.passes
         has_rule = binding is not None or not types
         line = ""
         if not has_rule and about.random < 0 and is_users:
@@ -226,6 +228,7 @@ class SiteBuilder:
             has_rule,
             suspected=line,
             compute=compute,
+            exchange=sent[1:],
             priced_by=source,
             outputs=_told(about.outputs),
         )
