@@ -15,6 +15,7 @@ from autopar.sharding.certainty import FROM, MEASURED
 from autopar.sharding.cost_model import Kernel
 from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
+from autopar.space.op_exchanges import sent_under
 from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
 from autopar.space.setting import Setting
 
@@ -53,7 +54,7 @@ class CostLines:
     def _of_exchanges(self, chosen: Chosen) -> list[str]:
         """A line about each kind of message that an op's local form sends along an axis under this choice."""
         found = []
-        for s in self.seconds.sent(chosen, chosen.choices[0]):
+        for s in sent_under(self.seconds, chosen, chosen.choices[0]):
             what = f"{s.times} {s.exchange.kind}@{self.setting.mesh.axes[s.axis]} of {s.nbytes:.0f} bytes"
             hidden = f", beside {s.beside:.0%} of its compute" if s.beside else ""
             found.append(f"{s.exchange.way}, inside it: {what}, {s.seconds * 1e6:.1f} us{hidden}")

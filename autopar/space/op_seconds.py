@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, TensorType, call_of, info, op_name, type_of
+from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
 from autopar.graph.nodes import typed
-from autopar.ops.entry import Line, exchanges_of, facts_of, goes_beyond, timed_name
-from autopar.ops.exchange import FORWARD, WAYS, Exchange
+from autopar.ops.entry import Line, facts_of, goes_beyond, timed_name
 from autopar.sharding.cost_model import (
     BROADCAST,
     SUM,
@@ -71,12 +70,6 @@ class Chosen:
         unlooped = product[1] if product else ""
         return [f for f in (self.binding.sizes if self.binding else ()) if not re.fullmatch(unlooped, f)]
 
-    @functools.cached_property
-    def exchanges(self) -> list[Exchange]:
-        """What the op's local form sends; in backward only where there is one."""
-        trained = any(t.requires_grad for t in self.outputs)
-        return [e for e in exchanges_of(call_of(self.node)) if e.way == FORWARD or trained]
-
     def is_broadcast(self, operand: TensorType) -> bool:
         """Whether an operand has fewer elements than the result of its op."""
         return math.prod(operand.shape) < math.prod(self.outputs[0].shape)
@@ -88,21 +81,6 @@ class Kernels(NamedTuple):
     forward: Sequence[Kernel] = ()
     backward: Sequence[tuple[int, Kernel]] = ()  # how often, and of which kernel the one that gives a gradient
     beside: Sequence[tuple[int, Kernel]] = ()  # other kernels of the backward, and how often they run
-
-
-class Sent(NamedTuple):
-    """An exchange along one mesh axis, under one choice."""
-
-    exchange: Exchange
-    axis: int
-    times: int  # that it is sent
-    beside: float  # share of the op's compute that may hide the messages
-    nbytes: float  # of one message
-    once: float  # seconds of one
-
-    @property
-    def seconds(self) -> float:
-        return self.times * self.once
 
 
 class Amounts(NamedTuple):
@@ -335,7 +313,7 @@ class OpSeconds:
             moved[i] = sum(share * nbytes[k] for k, share in traffic.forward)
             back[i] = sum(share * nbytes[k] for k, share in traffic.backward) / traffic.gradients
             if is_product:
-                local = self._local_sizes(choice, sizes)
+                local = self.local_sizes(choice, sizes)
                 points[i] = math.prod(local[f] for f in loops)
                 back[i] = moved[i]
                 if roles is not None:
@@ -355,7 +333,7 @@ class OpSeconds:
             return self.chains.traffic(node, given)
         return alone(node, given, self.cluster.device.kernels)
 
-    def _local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
+    def local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
         """The sizes of the factors on the fullest device, under one choice."""
         local = dict(sizes)
         for strategy, n in zip(choice.strategies, self.mesh.shape, strict=True):
@@ -366,49 +344,6 @@ class OpSeconds:
     def _made(self, chosen: Chosen) -> np.ndarray:
         """Elements of the first output on the fullest device, by choice."""
         return local_elements(chosen.outputs[0].shape, (values(c.output()) for c in chosen.choices), self.mesh)
-
-    def exchange(self, chosen: Chosen, compute: Ways) -> Ways:
-        """Exposed seconds, by choice, of what an op's local form sends: in all, in forward, in backward; () if nothing.
-
-        `compute` are the seconds of the op itself, which may hide messages.
-        """
-        if not chosen.exchanges:
-            return ()
-        rows, chunks = [], info(chosen.node).chunks
-        for i, choice in enumerate(chosen.choices):
-            sent = list(self.sent(chosen, choice))
-            hides = {way: float(own[i]) for way, own in zip(WAYS, compute, strict=True)}
-            by_way = [[s for s in sent if s.exchange.way == way] for way in WAYS]
-            rows.append([self._exposed(of, hides, chunks) for of in (sent, *by_way)])
-        return tuple(np.array(rows, float).T)
-
-    def _exposed(self, sent: Sequence[Sent], compute: Mapping[str, float], chunks: int) -> float:
-        """Seconds of messages, in each of the op's chunks, that its compute does not hide."""
-        in_line, exposed = dict[tuple[int, float], int](), 0.0
-        for s in sent:
-            if s.beside:
-                moved = s.seconds * chunks
-                exposed += moved - self.cluster.hidden * min(moved, s.beside * compute[s.exchange.way])
-            else:
-                in_line[s.axis, s.once] = in_line.get((s.axis, s.once), 0) + s.times
-        return sum(times * once for (_, once), times in in_line.items()) * chunks + exposed
-
-    def sent(self, chosen: Chosen, choice: Choice) -> Iterator[Sent]:
-        """The messages of an op's local form under a choice, axis by axis."""
-        binding, mesh = chosen.binding, self.mesh
-        if binding is None or not chosen.exchanges:
-            return
-        cuts = [s.cut if goes_beyond(chosen.op, binding, s.cut) else None for s in choice.strategies]
-        gone = {factor for cut in cuts if cut for factor in cut.factors} | binding.inside
-        local = self._local_sizes(choice, binding.sizes)
-        left = math.prod(n for f, n in local.items() if f not in gone) * chosen.outputs[0].itemsize
-        parts = [largest_local_shape(t.shape, values(choice.operand(k)), mesh) for k, t in enumerate(chosen.operands)]
-        for axis, cut in enumerate(cuts):
-            n = mesh.shape[axis]
-            for e in chosen.exchanges if cut else ():
-                nbytes = left if e.nbytes is None else e.nbytes(parts, n)
-                once = self.costs.step(e.kind, 0, self.cluster.levels(mesh, axis, e.kind), nbytes)
-                yield Sent(e, axis, e.times(n), e.hides(n), nbytes, once)
 
 
 def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:

@@ -30,6 +30,7 @@ from autopar.sharding.strategies import (
 from autopar.space.bindings import Bindings
 from autopar.space.dim_blocks import DimBlocks, Sizes
 from autopar.space.discovery import suspected
+from autopar.space.op_exchanges import exchange_seconds
 from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.setting import Setting
@@ -208,11 +209,8 @@ class SiteBuilder:
         compute = self.seconds.compute(chosen)
         if about.chunks > 1:
             compute = seconds_in_chunks(self.seconds, chosen, compute)
-        seconds = np.zeros(len(choices))
-        sent = self.seconds.exchange(chosen, compute) if compute else ()
-        if compute:
-            exposed = sent[0] if sent else 0.0
-            seconds = (compute[0] + compute[1] + exposed) * self.setting.passes
+        sent = exchange_seconds(self.seconds, chosen, compute)
+        seconds: np.ndarray = sum((*compute, *sent[:1]), np.zeros(len(choices))) * self.setting.passes
         has_rule = binding is not None or not types
         line = ""
         if not has_rule and about.random < 0 and is_users:

@@ -305,9 +305,8 @@ def tried(small: _Small, missing: frozenset[tuple[str, ...]] | None) -> _Verdict
                 continue
             if fault is not None:
                 return _Verdict(refuted=(strategy, on.n, fault, tuple(map(_told, operands))))
-            said = _said(small, operands, strategy, on.n) if trial.communicates else {}
-            if trial.communicates and not is_said(on.messages, said, small.call.operands):
-                return _Verdict(unsaid=(strategy, on.n, on.messages, said))
+            if unsaid := _unsaid(small, operands, strategy, on):
+                return unsaid
             cuts |= {strategy.cut.factors} if strategy.cut else set()
     if ran:
         why.pop((), None)
@@ -364,12 +363,16 @@ def _call(small: _Small, operands: Sequence[Tensor]) -> OpCall:
     return OpCall(small.call.op.name, small.call.arguments, outputs)
 
 
-def _said(small: _Small, operands: Sequence[Tensor], strategy: Strategy, n: int) -> Messages:
-    """The messages that the op's entry says of a strategy on n devices."""
+def _unsaid(small: _Small, operands: Sequence[Tensor], strategy: Strategy, on: Devices) -> _Verdict | None:
+    """The verdict where a form sent other messages than its entry says; None where it did not."""
+    if not on.trial.communicates:
+        return None
     call = _call(small, operands)
-    binding = small.bound([t.shape for t in call.outputs])
-    sends = goes_beyond(call.op, binding, strategy.cut)
-    return messages_of(exchanges_of(call) if sends else (), n)
+    is_marked = goes_beyond(call.op, small.bound([t.shape for t in call.outputs]), strategy.cut)
+    said = messages_of(exchanges_of(call) if is_marked else (), on.n)
+    if is_said(on.messages, said, small.call.operands):
+        return None
+    return _Verdict(unsaid=(strategy, on.n, on.messages, said))
 
 
 def _strategies(small: _Small, devices: Devices) -> tuple[list[Strategy], dict[str, int]]:
