@@ -6,12 +6,13 @@ import collections
 import copy
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import COPIES, buffer_of, is_view, shows
+from autopar.codegen.exchanges import SentByOps
 from autopar.codegen.joint_graph import CONVERTED, EARLY, OP, RECOMPUTED, JointGraph
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
@@ -35,6 +36,7 @@ class Joint:
     settled_from: tuple[
         int, ...
     ]  # and of each of those which operand of `settle` it is: one may be the gradient of two
+    sent: SentByOps = field(default_factory=dict)  # inside of ops
 
     @property
     def collectives(self) -> tuple[str, ...]:

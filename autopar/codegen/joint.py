@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
 
 from autopar.codegen import joint_graph, joint_passes, schedule
 from autopar.codegen.chunks import mark_region
+from autopar.codegen.exchanges import sent_by_ops
 from autopar.codegen.halves import Joint, split
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
@@ -91,6 +92,7 @@ def lower_jointly(
 def _lower(program: LocalProgram, differentiable: Sequence[int], states: States, device: str) -> Joint:
     with clean_room():
         joint = trace(program, differentiable, device)
+    sent = sent_by_ops(joint)
     mark_region(joint, program)
     primals = dict(zip(program.parameters, joint.primals[joint.inputs :], strict=False))
     types = dict(zip(program.parameters, list(program.types.values())[joint.inputs :], strict=False))
@@ -104,7 +106,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     halves = split(joint, regathered, states.recomputed)
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
     _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, regrouped(program))
-    return halves
+    return replace(halves, sent=sent)
 
 
 def _way_from(graph: fx.Graph, place: int) -> frozenset[str]:

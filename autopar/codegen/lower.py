@@ -14,6 +14,7 @@ import torch.fx as fx
 from autopar import certificate, kernels
 from autopar.certificate import Certificate, Interface, certify
 from autopar.codegen import local_passes
+from autopar.codegen.exchanges import check_exchanges
 from autopar.codegen.halves import Joint
 from autopar.codegen.inner_shapes import InnerShapes
 from autopar.codegen.joint import lower_jointly
@@ -80,11 +81,16 @@ def lower(
     """The program of the device at `coordinate` of the plan's mesh; its forward alone without `gradients`.
 
     `rows` names the inputs of which every rank passes its own rows. Unless certificates are switched off, the program
-    is certified, or refused by a letter; what the certificate leaves untyped is said, and stands in the plan's text.
+    is certified and its local forms are held to what they are priced by, or it is refused by a letter. What the
+    certificate leaves untyped is said, and stands in the plan's text.
     """
     lowered = _lowered(graph, plan, coordinate, device, gradients, rows)
-    found = lowered.certified() if certificate.is_wanted() else None
-    if found is None or not found.left_open:
+    if not certificate.is_wanted():
+        return lowered
+    found = lowered.certified()
+    for joint in (lowered.joint, lowered.ending.joint) if lowered.ending else (lowered.joint,):
+        check_exchanges(graph, plan.mesh, joint.sent)
+    if not found.left_open:
         return lowered
     if not any(coordinate):
         log.log(logging.WARNING if found.open_ends else logging.INFO, "%s", found.left_open)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.letters import BadRule
+from autopar.ops.exchange import Exchange, Exchanges, read_exchanges
 from autopar.ops.inverses import WrittenView
-from autopar.sharding.notation import Rule, parse
+from autopar.sharding.notation import Binding, Cut, Rule, parse
 
 if TYPE_CHECKING:
     from autopar.ops.local import Form, Here, OpCall
@@ -162,8 +164,8 @@ class Facts:
     rule: Rule | RuleFunction | None = None  # how it may be cut: `docs/rules.md`
     serves: str = ""  # the marks of rules that its local form or its local shape serves
     form: FormFunction | None = None  # the local form: computes a part where the op itself would be wrong
-    # All-reduces in the local form, forward and backward, where a counted or reduced dim is cut.
-    exchanges: tuple[int, int] | Callable[[OpCall], tuple[int, int]] = (0, 0)
+    # All-reduces of the local form, forward and backward, where a counted or reduced dim is cut; or its `Exchange`s.
+    exchanges: Exchanges | Callable[[OpCall], Exchanges] = (0, 0)
     draws: bool = False  # random: the local form draws by the position in the whole tensor
     keeps: Line | Callable[[OpCall, str], Line] | None = None  # saved for backward, by kind of device; None: everything
     work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = None  # temporary bytes, forward and backward
@@ -291,17 +293,30 @@ def _check_form(name: str, known: Facts) -> None:
             f"{name} is cut behind a mask (~), and its entry does not say along what its local form counts positions",
             advice='counts="v", the pattern of the factors that are cut in one range alone and not by blocks',
         )
-    if "^" in known.serves and known.exchanges == (0, 0):
+    sends = callable(known.exchanges) or bool(read_exchanges(known.exchanges))
+    if sends and not set(known.serves) & {"~", "^"}:
+        raise BadRule(
+            f"{name} exchanges messages along no mark (~, ^), so that no plan would pay for them",
+            advice="^ for what the local form reduces over devices, ~ for what it otherwise communicates along",
+        )
+    if "^" in known.serves and not sends:
         raise BadRule(
             f"{name} is reduced inside (^), and its entry says of no all-reduce: plans would take them for free",
             advice="exchanges=(1, 0), the all-reduces of its local form in forward and in backward",
         )
 
 
-def exchanges_of(call: OpCall) -> tuple[int, int]:
-    """The all-reduces of a call's local form, forward and backward, where a counted or reduced dim is cut."""
+def exchanges_of(call: OpCall) -> tuple[Exchange, ...]:
+    """What a call's local form sends along each axis that cuts what it counts or reduces."""
     exchanges = facts_of(call.op).exchanges
-    return exchanges(call) if callable(exchanges) else exchanges
+    return read_exchanges(exchanges(call) if callable(exchanges) else exchanges)
+
+
+def goes_beyond(op: str, binding: Binding, cut: Cut | None) -> bool:
+    """Whether a cut makes an op run its local form, which knows positions or exchanges messages along the cut."""
+    if cut is None:
+        return False
+    return binding.is_inside(cut) or any(re.fullmatch(facts_of(op).counts, factor) for factor in cut.factors)
 
 
 def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[Tensor, ...]]:

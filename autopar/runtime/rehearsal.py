@@ -69,8 +69,7 @@ class Rehearsal:
         if step.kind == "lodge":
             return x if index == 0 else torch.zeros_like(x)
         if step.kind == "slice":
-            (dim, size, _), *_ = step.dims
-            return x.narrow(dim, *part(size, self.size, index))
+            return self._part(index, x, step.dims[0])
         parts = self._exchanged(index, x, step.kind)
         if step.kind == "all_reduce":
             return torch.stack(parts).sum(0, dtype=x.dtype)
@@ -78,12 +77,23 @@ class Rehearsal:
             return torch.stack(parts).amax(0)
         if step.kind == "all_gather":
             return torch.cat(parts, step.dims[0][0])
+        if step.kind == "reduce_scatter":
+            return self._part(index, torch.stack(parts).sum(0, dtype=x.dtype), step.dims[0])
+        if step.kind == "all_to_all":
+            return self._part(index, torch.cat(parts, step.dims[0][0]), step.dims[1])
         raise NotImplementedError(f"{step.kind} in a local form that is tried")
+
+    def _part(self, index: int, x: Tensor, cut: tuple[int, int, tuple[int, ...]]) -> Tensor:
+        """What a device keeps of a tensor; blocks are not cut one by one."""
+        dim, size, blocks = cut
+        if blocks:
+            raise NotImplementedError("blocks in a local form that is tried")
+        return x.narrow(dim, *part(size, self.size, index))
 
     def _exchanged(self, index: int, x: Tensor, kind: str) -> list[Tensor]:
         """Send a tensor to all devices; returns what each of them has sent, in order."""
         if index == 0:
-            self.messages[kind] += 1
+            self.messages[kind.removesuffix("_max")] += 1  # a maximum travels as a sum does
         self._held[index] = x
         self._barrier.wait()
         parts = list(self._held)

@@ -53,6 +53,7 @@ FORMULAS: dict[str, sp.Expr] = {
     "reduce_scatter": latency + (n - 1) / n * whole / wire,
     "all_reduce": latency + 2 * (n - 1) / n * whole / wire,
     "all_to_all": latency + (n - 1) / n * whole / n / wire,  # each device holds whole / n and keeps 1 / n of it
+    "send": latency + whole / wire,  # of what one device sends to the next one
     "copy": launch + 2 * bytes_ / bandwidth,
 }
 
@@ -139,9 +140,9 @@ def is_measured(levels: Sequence[tuple[int, Any]]) -> bool:
 def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float) -> float:
     """Seconds of a collective on an axis whose devices are joined by these link levels, innermost first.
 
-    `bytes_` is the size of the tensor where the axis does not cut it. A collective that spans nodes goes around within
-    each node and between them at once, piece by piece: the slower level says how long the pieces take. It starts once,
-    and its first piece makes every hop.
+    `bytes_` is the size of the tensor where the axis does not cut it, or of what one device sends to the next one. A
+    collective that spans nodes goes around within each node and between them at once, piece by piece: the slower level
+    says how long the pieces take. It starts once, and its first piece makes every hop.
     """
     if is_measured(levels):
         return float(measured_seconds(levels[0][1].times, bytes_))
@@ -154,6 +155,7 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
     for n, link in levels:
         outside //= n
         whole = bytes_ / count * n / outside if kind == "all_to_all" else bytes_ / inside
+        whole = bytes_ if kind == "send" else whole  # the slowest link has one device's, too
         started = max(started, float(seconds(kind, n=n, whole=0.0, latency=link.latency_s, wire=1.0)))
         hops += link.hop_s * _hops(kind, n, outside)
         moved = max(moved, float(seconds(kind, n=n, whole=whole, latency=0.0, wire=link.wire(kind))))
@@ -162,7 +164,7 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
 
 
 def _hops(kind: str, n: int, outside: int) -> int:
-    """Hops in a row over one level: around a ring, up and down a tree for all_reduce, 1 for all_to_all."""
-    if kind == "all_to_all":
+    """Hops in a row over one level: around a ring, up and down a tree for all_reduce, 1 for all_to_all and send."""
+    if kind in ("all_to_all", "send"):
         return 1
     return 2 * math.ceil(math.log2(n)) if kind == "all_reduce" else (n - 1) * outside

@@ -66,14 +66,12 @@ class _LaneWriter:
         for k in order:
             for e in arriving.get(k, ()):
                 self._put(_named(space, space.edges[e]), COMMUNICATION, FORWARD, moved[e].forward)
-            computed, inside = self._of_op(k)
-            self._put(space.sites[k].name, COMPUTE, FORWARD, computed[0])
-            self._put(space.sites[k].name, COMMUNICATION, FORWARD, inside)
+            self._run(k, FORWARD)
             self._close(ends[FORWARD].get(k, ()), FORWARD)
         for k in reversed(order):
             for name, seconds in again.get(k, ()):
                 self._put(name, COMPUTE, RECOMPUTE, seconds)
-            self._put(space.sites[k].name, COMPUTE, BACKWARD, self._of_op(k)[0][1])
+            self._run(k, BACKWARD)
             for e in arriving.get(k, ()):
                 self._put(_named(space, space.edges[e]), COMMUNICATION, BACKWARD, moved[e].backward)
             self._close(ends[BACKWARD].get(k, ()), BACKWARD)
@@ -91,6 +89,16 @@ class _LaneWriter:
         if seconds > 0:
             self.events.append(Event(place, lane, part, self.now, seconds))
             self.now += seconds
+
+    def _run(self, k: int, part: str) -> None:
+        """Add an op in one direction, and what its local form exchanges."""
+        site, choice, passes = self.space.sites[k], self.point.picked[k], self.space.setting.passes
+        if not site.compute and part == FORWARD:
+            self._put(site.name, COMPUTE, part, float(site.seconds[choice]))
+        for lane, tables in ((COMPUTE, site.compute), (COMMUNICATION, site.exchange)):
+            if tables:
+                way = tables[(FORWARD, BACKWARD).index(part)]
+                self._put(site.name, lane, part, passes * float(way[choice]))
 
     def _close(self, windows: Iterable[Window], part: str) -> None:
         """Add the communication of windows that end here; what compute does not hide extends past it."""
@@ -125,16 +133,6 @@ class _LaneWriter:
         picked, edges = self.point.picked, self.space.edges
         found = ((k, float(table[edges[k].place(picked)])) for k, table in window.communication)
         return [(k, window.times * seconds / self._hidden) for k, seconds in found if seconds > 0]
-
-    def _of_op(self, k: int) -> tuple[tuple[float, float], float]:
-        """(forward, backward) compute seconds of an op, and its other seconds: what its local form exchanges."""
-        site, choice, passes = self.space.sites[k], self.point.picked[k], self.space.setting.passes
-        seconds = float(site.seconds[choice])
-        if not site.compute:
-            return (seconds, 0.0), 0.0
-        forward, backward = (passes * float(way[choice]) for way in site.compute)
-        besides = seconds - forward - backward
-        return (forward, backward), besides if besides > 1e-9 * seconds else 0.0
 
     def _in_line(self) -> list[_Moved]:
         """Seconds of each edge that are in no window."""

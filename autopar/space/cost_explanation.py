@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, call_of, info, op_name
-from autopar.ops.entry import exchanges_of, facts_of
+from autopar.graph.graph import Graph, info, op_name
+from autopar.ops.entry import facts_of
 from autopar.sharding.certainty import FROM, MEASURED
 from autopar.sharding.cost_model import Kernel
 from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
+from autopar.space.op_exchanges import sent_under
 from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
 from autopar.space.setting import Setting
 
@@ -51,13 +52,13 @@ class CostLines:
         return [*self._of_chunks(chosen), *(line for line in lines if line), *self._of_exchanges(chosen)]
 
     def _of_exchanges(self, chosen: Chosen) -> list[str]:
-        """A line about the all-reduces inside an op's local form; none where it has none under this choice."""
-        seconds = float(np.sum(self.seconds.exchange(chosen)))
-        if not seconds:
-            return []
-        forward, backward = exchanges_of(call_of(chosen.node))
-        back = backward if any(t.requires_grad for t in chosen.outputs) else 0
-        return [f"all-reduces inside it: {forward} in forward, {back} in backward, {seconds * 1e6:.1f} us"]
+        """A line about each kind of message that an op's local form sends along an axis under this choice."""
+        found = []
+        for s in sent_under(self.seconds, chosen, chosen.choices[0]):
+            what = f"{s.times} {s.exchange.kind}@{self.setting.mesh.axes[s.axis]} of {s.nbytes:.0f} bytes"
+            hidden = f", beside {s.beside:.0%} of its compute" if s.beside else ""
+            found.append(f"{s.exchange.way}, inside it: {what}, {s.seconds * 1e6:.1f} us{hidden}")
+        return found
 
     def unaligned(self, choices: Mapping[str, Choice]) -> dict[str, float]:
         """Seconds, by name, that products among these ops lose to rows that are no multiple of 16 bytes."""

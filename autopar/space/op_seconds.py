@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, TensorType, call_of, info, op_name, type_of
+from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
 from autopar.graph.nodes import typed
-from autopar.ops.entry import Line, exchanges_of, facts_of, timed_name
+from autopar.ops.entry import Line, facts_of, goes_beyond, timed_name
 from autopar.sharding.cost_model import (
     BROADCAST,
     SUM,
@@ -26,8 +26,7 @@ from autopar.sharding.cost_model import (
     Kernel,
     Matrices,
 )
-from autopar.sharding.costs import collective_seconds
-from autopar.sharding.notation import Binding, Cut
+from autopar.sharding.notation import Binding
 from autopar.sharding.placement import largest_local_shape, local_elements, part
 from autopar.sharding.strategies import Choice, values
 from autopar.space.product_roles import groups_of_rows, multiplied, roles_of
@@ -291,7 +290,7 @@ class OpSeconds:
             return None
         # the last part of causal attention sees most keys: a pair of a query and a key takes as long as without a mask
         as_cut = op if name == f"{op} causal" else f"{op} cut"
-        return as_cut, np.array([any(_goes_beyond(op, binding, s.cut) for s in c.strategies) for c in chosen.choices])
+        return as_cut, np.array([any(goes_beyond(op, binding, s.cut) for s in c.strategies) for c in chosen.choices])
 
     def _amounts(self, chosen: Chosen) -> Amounts:
         """The work and traffic of the op's kernel, by choice."""
@@ -314,7 +313,7 @@ class OpSeconds:
             moved[i] = sum(share * nbytes[k] for k, share in traffic.forward)
             back[i] = sum(share * nbytes[k] for k, share in traffic.backward) / traffic.gradients
             if is_product:
-                local = self._local_sizes(choice, sizes)
+                local = self.local_sizes(choice, sizes)
                 points[i] = math.prod(local[f] for f in loops)
                 back[i] = moved[i]
                 if roles is not None:
@@ -334,7 +333,7 @@ class OpSeconds:
             return self.chains.traffic(node, given)
         return alone(node, given, self.cluster.device.kernels)
 
-    def _local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
+    def local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
         """The sizes of the factors on the fullest device, under one choice."""
         local = dict(sizes)
         for strategy, n in zip(choice.strategies, self.mesh.shape, strict=True):
@@ -346,35 +345,9 @@ class OpSeconds:
         """Elements of the first output on the fullest device, by choice."""
         return local_elements(chosen.outputs[0].shape, (values(c.output()) for c in chosen.choices), self.mesh)
 
-    def exchange(self, chosen: Chosen) -> np.ndarray | float:
-        """Seconds, by choice, of all-reduces in an op's local form, each a message of its own; 0.0 if none."""
-        forward, backward = exchanges_of(call_of(chosen.node))
-        exchanges = forward + backward * any(t.requires_grad for t in chosen.outputs)
-        binding, mesh = chosen.binding, self.mesh
-        if binding is None or not exchanges:
-            return 0.0
-        levels = [self.cluster.levels(mesh, a, "all_reduce") for a in range(len(mesh.shape))]
-        found = np.zeros(len(chosen.choices))
-        for i, choice in enumerate(chosen.choices):
-            exchanged = [s.cut if _goes_beyond(chosen.op, binding, s.cut) else None for s in choice.strategies]
-            gone = {factor for cut in exchanged if cut for factor in cut.factors} | binding.inside
-            local = self._local_sizes(choice, binding.sizes)
-            left = math.prod(n for f, n in local.items() if f not in gone) * chosen.outputs[0].itemsize
-            for of_axis, cut in zip(levels, exchanged, strict=True):
-                if cut:
-                    found[i] += exchanges * collective_seconds("all_reduce", of_axis, left)
-        return found
-
 
 def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:
     return math.prod(sizes[f] for f in factors)
-
-
-def _goes_beyond(op: str, binding: Binding, cut: Cut | None) -> bool:
-    """Whether a cut makes an op run its local form, which knows positions or exchanges sums along the cut."""
-    if cut is None:
-        return False
-    return binding.is_inside(cut) or any(re.fullmatch(facts_of(op).counts, factor) for factor in cut.factors)
 
 
 def _copies(graph: Graph, kind: str) -> frozenset[fx.Node]:

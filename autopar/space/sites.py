@@ -30,6 +30,7 @@ from autopar.sharding.strategies import (
 from autopar.space.bindings import Bindings
 from autopar.space.dim_blocks import DimBlocks, Sizes
 from autopar.space.discovery import suspected
+from autopar.space.op_exchanges import exchange_seconds
 from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.setting import Setting
@@ -208,9 +209,8 @@ class SiteBuilder:
         compute = self.seconds.compute(chosen)
         if about.chunks > 1:
             compute = seconds_in_chunks(self.seconds, chosen, compute)
-        seconds = np.zeros(len(choices))
-        if compute:
-            seconds = (compute[0] + compute[1] + self.seconds.exchange(chosen) * about.chunks) * self.setting.passes
+        sent = exchange_seconds(self.seconds, chosen, compute)
+        seconds: np.ndarray = sum((*compute, *sent[:1]), np.zeros(len(choices))) * self.setting.passes
         has_rule = binding is not None or not types
         line = ""
         if not has_rule and about.random < 0 and is_users:
@@ -226,6 +226,7 @@ class SiteBuilder:
             has_rule,
             suspected=line,
             compute=compute,
+            exchange=sent[1:],
             priced_by=source,
             outputs=_told(about.outputs),
         )

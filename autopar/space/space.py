@@ -44,6 +44,8 @@ class Site:
     priced_by: str = ""  # where its seconds are from: a name of `sharding/certainty.py`
     suspected: str = ""  # of an op without a rule: a line under which it ran right when it was tried
     compute: tuple[np.ndarray, ...] = ()  # of an op: the parts of its seconds that are compute, forward and backward
+    # and those in which its local form communicates and nothing is computed
+    exchange: tuple[np.ndarray, ...] = ()
     outputs: tuple[str, ...] = ()  # dtypes and global shapes, `float32[8, 16]`; of an output site, of what arrives
 
     def at(self, places: Sequence[int], **changes: Any) -> Site:
@@ -54,6 +56,7 @@ class Site:
                 "choices": tuple(self.choices[i] for i in places),
                 "seconds": self.seconds[places],
                 "compute": tuple(part[places] for part in self.compute),
+                "exchange": tuple(part[places] for part in self.exchange),
                 "regathered": tuple(self.regathered[i] for i in places) if self.regathered else (),
                 "scattered": tuple(self.scattered[i] for i in places) if self.scattered else (),
                 **changes,
@@ -67,6 +70,7 @@ class Site:
             choices=like.choices,
             seconds=like.seconds,
             compute=like.compute,
+            exchange=like.exchange,
             regathered=like.regathered,
             scattered=like.scattered,
         )

@@ -12,6 +12,7 @@ those of a local form that communicates are threads of a rehearsal.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autopar.ops.exchange import BACKWARD, FORWARD, Messages
 from autopar.runtime.rehearsal import AXIS, Rehearsal
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import P, Placement, R, S, Sharding, part
@@ -120,7 +122,7 @@ class Devices:
     def __init__(self, trial: Trial, n: int) -> None:
         self.trial = trial
         self.n = n
-        self.messages = (0, 0)  # that a device sent in the last run, forward and backward
+        self.messages: Messages = {}  # that a device sent in the last run, by the ways that ran
         self.random = torch.Generator().manual_seed(n)
         self.whole = [t.detach().requires_grad_(t.requires_grad) for t in trial.operands]
         with torch.enable_grad():
@@ -194,7 +196,7 @@ class Devices:
             results, sent = self._on_all(of)
         except Exception as e:
             raise CannotRun(f"{type(e).__name__}: {e}") from e
-        self.messages = (sent, 0)
+        self.messages = {FORWARD: sent}
         return Run(placements, outs, local, results)
 
     def backward(self, run: Run, pulled: Placements) -> list[Sequence[Tensor]] | None:
@@ -210,7 +212,7 @@ class Devices:
             return pulled_back([results[j] for j in wanted], trained, [parts[j][device] for j in wanted])
 
         gradients, sent = self._on_all(of)
-        self.messages = (self.messages[0], sent)
+        self.messages = {**self.messages, BACKWARD: sent}
         return gradients
 
     def _here(self, placements: Placements, outs: Placements, device: int) -> Part:
@@ -227,13 +229,13 @@ class Devices:
         except CannotRun:
             return False
 
-    def _on_all(self, of: Callable[[int], Any]) -> tuple[list[Any], int]:
-        """What each device makes, and the number of messages that it sends meanwhile."""
+    def _on_all(self, of: Callable[[int], Any]) -> tuple[list[Any], Counter[str]]:
+        """What each device makes, and the messages that it sends meanwhile, by kind."""
         if not self.trial.communicates:
-            return [of(i) for i in range(self.n)], 0
+            return [of(i) for i in range(self.n)], Counter()
         rehearsal = Rehearsal(self.n)
         made = rehearsal.run(of)
-        return made, rehearsal.messages.total()
+        return made, rehearsal.messages
 
 
 def _on_meta(trial: Trial, held: Sequence[Sequence[Tensor]], here: Part) -> list[Shape] | None:

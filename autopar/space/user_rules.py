@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import math
-import operator
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,8 @@ from autopar.graph.graph import TensorType
 from autopar.graph.nodes import WrittenCall
 from autopar.letters import BadRule
 from autopar.ops.declare import users_rule
-from autopar.ops.entry import SHAPE, SIZES, Op, exchanges_of, facts_of
+from autopar.ops.entry import SHAPE, SIZES, Op, exchanges_of, facts_of, goes_beyond
+from autopar.ops.exchange import Messages, is_said, messages_of, misfit
 from autopar.ops.local import OpCall, on_device
 from autopar.runtime.private import function_of
 from autopar.sharding.notation import NAMES, Binding, Cut, Rule, parse, public_name
@@ -78,7 +78,8 @@ class _Verdict:
     cuts: frozenset[tuple[str, ...]] = frozenset()  # factors whose cuts ran right
     why_not: tuple[tuple[tuple[str, ...], str], ...] = ()  # why a cut, or () for all, was not tried
     refuted: tuple[Strategy, int, Fault, tuple[str, ...]] | None = None  # on how many devices, of which operands
-    unsaid: tuple[Strategy, tuple[int, int]] | None = None  # messages that the local form sends and no entry says
+    # messages that the local form sends on how many devices, and those that its entry says, where they differ
+    unsaid: tuple[Strategy, int, Messages, Messages] | None = None
 
 
 def untried(call: WrittenCall, places: Sequence[str], rule: Rule, binding: Binding, source: str) -> str:
@@ -92,13 +93,8 @@ def untried(call: WrittenCall, places: Sequence[str], rule: Rule, binding: Bindi
         if verdict.refuted is not None:
             raise _letter(call.op.name, rule, verdict.refuted, source)
         if verdict.unsaid is not None:
-            strategy, sent = verdict.unsaid
-            raise BadRule(
-                f"the local form of {public_name(call.op.name)} sends more than its entry says: plans take it for free",
-                at=source,
-                seen=f"{strategy}: {sent[0]} messages in forward, {sent[1]} in backward",
-                advice=f"exchanges={sent}",
-            )
+            strategy, n, sent, said = verdict.unsaid
+            raise misfit(call.op.name, sent, said, source, f"{strategy} on {n} devices")
         why = {**why, **dict(verdict.why_not)}
         ran = ran or () not in dict(verdict.why_not)
         shown |= verdict.cuts
@@ -309,8 +305,8 @@ def tried(small: _Small, missing: frozenset[tuple[str, ...]] | None) -> _Verdict
                 continue
             if fault is not None:
                 return _Verdict(refuted=(strategy, on.n, fault, tuple(map(_told, operands))))
-            if trial.communicates and any(map(operator.gt, on.messages, exchanges_of(_call(small, operands)))):
-                return _Verdict(unsaid=(strategy, on.messages))
+            if unsaid := _unsaid(small, operands, strategy, on):
+                return unsaid
             cuts |= {strategy.cut.factors} if strategy.cut else set()
     if ran:
         why.pop((), None)
@@ -365,6 +361,18 @@ def _call(small: _Small, operands: Sequence[Tensor]) -> OpCall:
     """The small call in the whole, as local forms are told it."""
     outputs = tuple(map(TensorType.of, tupled(_results(small, operands))))
     return OpCall(small.call.op.name, small.call.arguments, outputs)
+
+
+def _unsaid(small: _Small, operands: Sequence[Tensor], strategy: Strategy, on: Devices) -> _Verdict | None:
+    """The verdict where a form sent other messages than its entry says; None where it did not."""
+    if not on.trial.communicates:
+        return None
+    call = _call(small, operands)
+    is_marked = goes_beyond(call.op, small.bound([t.shape for t in call.outputs]), strategy.cut)
+    said = messages_of(exchanges_of(call) if is_marked else (), on.n)
+    if is_said(on.messages, said, small.call.operands):
+        return None
+    return _Verdict(unsaid=(strategy, on.n, on.messages, said))
 
 
 def _strategies(small: _Small, devices: Devices) -> tuple[list[Strategy], dict[str, int]]:

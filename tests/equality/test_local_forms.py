@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -11,9 +12,17 @@ import torch.nn.functional as F
 import autopar
 from autopar.certificate import VARIABLE
 from autopar.codegen import joint
-from autopar.ops.entry import FACTS
+from autopar.codegen.halves import COLLECTIVES
+from autopar.codegen.joint_graph import BACK, OP
+from autopar.codegen.lower import lower
+from autopar.graph.graph import call_of, info, op_name
+from autopar.ops.entry import FACTS, exchanges_of
+from autopar.ops.exchange import BACKWARD, FORWARD, messages_of
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
 from autopar.testing import Equality, Unequal
-from tests.models import FunctionModel
+from autopar.tracer import ColoTracer
+from tests.models import FunctionModel, eager_links
 from tests.mutants import EXCHANGE_MUTANTS
 from tests.random_plans import random_plan, random_plan_with
 from tests.training import whole
@@ -166,6 +175,33 @@ def compare(name, mesh, threads):
         for result, code in threads(mesh.size, body, plan):
             Equality.in_float64(f"{name} on {mesh}, plan {seed}", result, expected, 1e-9).check()
             assert "_part(" in code or name.startswith("made")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_entry_says_what_the_emitted_code_sends_and_plans_pay_for_it(name):
+    """Kinds and numbers of collectives that carry the op's mark, forward and backward."""
+    *cut, function = CASES[name]
+    model, batch, mesh = FunctionModel(function, 6, 12), {"x": torch.randn(6, 6).double()}, autopar.DeviceMesh((2,))
+    graph, plan = ColoTracer().trace(model, batch), random_plan_with(cut, model, batch, mesh, 0)
+    halves = lower(graph, plan, (0,)).joint
+    sites = {site.name: site for site in shardings(graph, Setting(mesh, eager_links())).sites}
+    for node in graph.nodes:
+        if op_name(node) == cut[0]:
+            emitted = {
+                FORWARD: Counter(kind for kind, mark in sent_in(halves.forward) if mark == (node.name, None)),
+                BACKWARD: Counter(kind for kind, mark in sent_in(halves.backward) if mark[1] == node.name),
+            }
+            assert emitted == messages_of(exchanges_of(call_of(node)), 2)
+            site = sites[info(node).key]
+            choice = site.choices.index(plan.decisions[site.name].choice)
+            assert [bool(site.exchange and site.exchange[i][choice]) for i in (0, 1)] == [*map(bool, emitted.values())]
+
+
+def sent_in(half):
+    """The kind of each collective of a half, and the ops for which forward and backward send it."""
+    for node in half.nodes:
+        if node.target in COLLECTIVES:
+            yield node.target.__name__.removesuffix("_max"), (node.meta.get(OP), node.meta.get(BACK))
 
 
 OF_FORM = {  # a form that sends messages: cases whose ops run it

@@ -15,6 +15,7 @@ from autopar.graph.graph import TensorType
 from autopar.letters import BadRule
 from autopar.ops.declare import WHOLE
 from autopar.ops.entry import FACTS, OPS, describe, exchanges_of, facts_of
+from autopar.ops.exchange import Exchange, messages_of
 from autopar.ops.local import OpCall
 from autopar.runtime.rehearsal import Rehearsal
 from autopar.sharding.notation import parse
@@ -58,8 +59,10 @@ def test_an_entry_says_what_its_form_sends(op):
     for arguments, strategy in proofs(op):
         outputs = tuple(TensorType.of(o) for o in tupled(OPS[op].run(arguments)))
         is_marked = strategy not in strategies_of(op, arguments, with_marks=False)[0]
-        said = exchanges_of(OpCall(op, typed(arguments), outputs)) if is_marked else (0, 0)
-        assert prove(op, arguments, strategy, 2).messages == said, strategy
+        call = OpCall(op, typed(arguments), outputs)
+        said = messages_of(exchanges_of(call) if is_marked else (), 2)
+        sent = prove(op, arguments, strategy, 2).messages
+        assert all(of_way == said[way] for way, of_way in sent.items()), strategy
         sends = sends or is_marked
     assert sends
 
@@ -67,7 +70,7 @@ def test_an_entry_says_what_its_form_sends(op):
 def sent_at_most(op):
     """The most messages of a form over the samples of its op."""
     calls = [OpCall(op, typed(a), tuple(map(TensorType.of, tupled(OPS[op].run(a))))) for a in samples(op)]
-    return max((sum(exchanges_of(call)) for call in calls), default=0)
+    return max((sum(exchange.times(2) for exchange in exchanges_of(call)) for call in calls), default=0)
 
 
 @pytest.mark.parametrize("op, left_out", [(op, k) for op in SENDING for k in range(sent_at_most(op))])
@@ -88,13 +91,26 @@ def test_a_form_without_one_of_its_messages_is_caught(op, left_out, monkeypatch)
 
 @pytest.mark.parametrize(
     "serves, how, said",
-    [("^", dict(form=print), "all-reduce"), ("~", {}, "no local form"), ("~", dict(form=print), "counts positions")],
+    [
+        ("^", dict(form=print), "all-reduce"),
+        ("~", {}, "no local form"),
+        ("~", dict(form=print), "counts positions"),
+        ("*", dict(form=print, exchanges=(1, 0)), "along no mark"),
+    ],
 )
 def test_an_entry_without_its_form_or_what_it_sends_is_an_error(serves, how, said):
     """Its communication would be free in every plan."""
     with pytest.raises(BadRule, match=said):
         describe("autopar_tests.summed", rule="n^ d -> d", serves=serves, **how)
     assert "autopar_tests.summed" not in FACTS
+
+
+@pytest.mark.parametrize(
+    "how, said", [({"kind": "broadcast"}, "did you mean|all_reduce"), ({"way": "back"}, "backward")]
+)
+def test_an_exchange_of_no_known_kind_is_an_error(how, said):
+    with pytest.raises(BadRule, match=said):
+        Exchange(**{"kind": "all_reduce", **how})
 
 
 @pytest.mark.parametrize(

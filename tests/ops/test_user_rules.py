@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -15,7 +16,10 @@ from autopar.codegen.lower import lower
 from autopar.letters import BadRule, NotCertified
 from autopar.ops.declare import WHOLE
 from autopar.ops.entry import FACTS, OPS, SPELLINGS, op
+from autopar.ops.exchange import Exchange
 from autopar.runtime import forms
+from autopar.sharding.costs import collective_seconds
+from autopar.solver.lanes import COMMUNICATION
 from autopar.space import bindings, user_rules
 from autopar.space.bindings import Bindings
 from autopar.space.setting import Setting
@@ -402,7 +406,8 @@ def entry(form, **how):
 
     def local(here, call, kwargs):
         axes = [here.mesh.axes[a] for a in here.lies(0).cuts.get(1, ())]
-        return (form, {**kwargs, "axes": axes}) if axes else None
+        more = {"size": call.arguments["input"].shape[1]} if form is gathered else {}
+        return (form, {**kwargs, "axes": axes, **more}) if axes else None
 
     op("length", called, "input:T", called.default, rule="b s^ d -> b d", serves="^", form=local, **how)
 
@@ -421,10 +426,17 @@ def not_summed(input, axes):
     return length(input)
 
 
-def test_a_local_form_is_tried_with_its_messages():
-    entry(summed, exchanges=(1, 0))
-    assert not bound("length").believed
-    plan = autopar.plan(
+def gathered(input, axes, size):
+    """The op on the whole, whose parts are gathered; a device keeps the part of the gradient that is its own."""
+    (axis,), shape = axes, [input.shape[0], size, input.shape[2]]
+    return length(torch.ops.autopar.convert(input, f"all_gather(1:{size})@{axis}", f"slice(1:{size})@{axis}", shape))
+
+
+WHOLE_BYTES = 4096 * 512 * 32 * 4
+
+
+def planned():
+    return autopar.plan(
         Product("length"),
         {"x": torch.empty(4096, 512, 32, device="meta")},
         mesh=2,
@@ -432,7 +444,31 @@ def test_a_local_form_is_tried_with_its_messages():
         loss=lambda out, inputs: out.mean(),
         constraints={"inner": "S(1)@devices"},
     )
-    assert "all-reduces inside it: 1 in forward, 0 in backward" in plan.explain("/length")
+
+
+def certified(plan):
+    x = torch.empty(4096, 512, 32, device="meta")
+    graph = ColoTracer().trace(Product("length"), {"x": x}, loss=lambda out, inputs: out.mean())
+    return lower(graph, plan, (0,)).certified()
+
+
+def test_a_local_form_is_tried_with_its_messages():
+    entry(summed, exchanges=(1, 0))
+    assert not bound("length").believed
+    assert f"forward, inside it: 1 all_reduce@devices of {4096 * 32 * 4} bytes, " in planned().explain("/length")
+
+
+def test_a_local_form_may_send_messages_of_any_kind():
+    """They are priced as what they are, shown, and typed by the axis that they name."""
+    entry(gathered, exchanges=(Exchange("all_gather", nbytes=lambda parts, n: n * 4 * math.prod(parts[0])),))
+    assert not bound("length").believed
+    plan = planned()
+    assert f"forward, inside it: 1 all_gather@devices of {WHOLE_BYTES} bytes, " in plan.explain("/length")
+    sent = [e for e in plan.timeline().events if e.place == "/length" and e.lane == COMMUNICATION]
+    link = autopar.Cluster.of("h100-8x1").links[0]
+    seconds = collective_seconds("all_gather", ((2, link),), WHOLE_BYTES)
+    assert [(e.part, e.seconds) for e in sent] == [("forward", pytest.approx(seconds))]
+    assert not certified(plan).open
 
 
 def test_a_local_form_without_its_reduction_is_refused():
@@ -441,8 +477,27 @@ def test_a_local_form_without_its_reduction_is_refused():
         bound("length")
 
 
-def test_a_local_form_that_sends_more_than_its_entry_says_is_refused():
-    entry(summed_in_two, exchanges=(1, 0))
-    with pytest.raises(BadRule, match="sends more than its entry says") as letter:
+SAYS_OTHERWISE = [  # a form, what its entry says, and what it should say
+    (summed_in_two, (1, 0), "exchanges=(2, 0)"),
+    (summed, (2, 0), "exchanges=(1, 0)"),
+    (summed, (1, 1), "exchanges=(1, 0)"),
+    (gathered, (1, 0), "exchanges=(Exchange('all_gather', 'forward', 1),)"),
+]
+
+
+@pytest.mark.parametrize("form, says, advice", SAYS_OTHERWISE)
+def test_a_local_form_that_sends_other_messages_than_its_entry_says_is_refused(form, says, advice):
+    entry(form, exchanges=says)
+    with pytest.raises(BadRule, match="form of length sends other messages") as letter:
         bound("length")
-    assert letter.value.advice == "exchanges=(2, 0)"
+    assert letter.value.advice == advice
+
+
+@pytest.mark.parametrize("form, says, advice", SAYS_OTHERWISE)
+def test_it_is_refused_where_it_is_lowered_if_it_could_not_be_tried(form, says, advice, monkeypatch):
+    monkeypatch.setattr(bindings, "untried", lambda *_: "")
+    entry(form, exchanges=says)
+    plan = planned()
+    with pytest.raises(BadRule, match="sends other messages than its entry says") as letter:
+        certified(plan)
+    assert letter.value.advice == advice and "/length on 2 devices of devices" in letter.value.seen

@@ -13,10 +13,13 @@ import autopar
 from autopar import Cluster
 from autopar.codegen import lower
 from autopar.codegen.joint_graph import BACK, OP
+from autopar.ops.entry import FACTS
+from autopar.ops.exchange import BACKWARD, KINDS, WAYS, Exchange
 from autopar.runtime.collectives import STEPS
 from autopar.sharding.certainty import MEASURED, PEAK, REACHED, SPREADS
 from autopar.sharding.cluster import Measured, Timed
 from autopar.sharding.cost_model import CostModel, Message
+from autopar.solver.lanes import COMMUNICATION
 from autopar.tracer import ColoTracer
 from tests.language import NO_PADDING, meta_gpt2, meta_llama_8b
 from tests.models import peaks
@@ -207,6 +210,40 @@ def test_what_a_local_form_exchanges_is_priced_once_for_each_collective_that_it_
     of_op = [n for n in emitted if local in (n.meta.get(OP), n.meta.get(BACK))]
     priced = round(plan.decisions[op].seconds / start)
     assert priced == len(of_op) > 1, (priced, [(n, n.meta.get(OP), n.meta.get(BACK)) for n in emitted])
+
+
+def sent_by_a_norm(monkeypatch, exchanges, start=1e-2):
+    """Seconds, lines and messages of a batch norm whose form sends this; a `send` takes `start`, other kinds more."""
+    monkeypatch.setattr(FACTS["batch_norm_updating"], "exchanges", exchanges)
+    starts = {kind: start * (1 + k) for k, kind in enumerate(reversed(KINDS))}
+    measured = (Measured(kind, 2, 1, s, 1e18, ((4.0, s), (4.0**15, s))) for kind, s in starts.items())
+    batch = {"x": torch.randn(8, 16), "y": torch.arange(8)}
+    cluster = replace(peaks("h100-8x1"), measured=tuple(measured))
+    plan = autopar.plan(Norms(), batch, mesh=2, cluster=cluster, memory_budget="inf", parallel="dp")
+    name = "norm/batch_norm_updating"
+    events = [e for e in plan.timeline().events if e.place == name and e.lane == COMMUNICATION]
+    return plan.decisions[name].seconds, plan.explain(name), [(e.part, e.seconds) for e in events]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_messages_of_a_local_form_are_priced_by_their_kind_and_shown(kind, way, monkeypatch):
+    exchanges = (Exchange(kind, way, lambda n: n + 1, lambda parts, n: n * 1000.0),)
+    seconds, lines, events = sent_by_a_norm(monkeypatch, exchanges)
+    sent = 3e-2 * (len(KINDS) - KINDS.index(kind))
+    assert f"{way}, inside it: 3 {kind}@devices of 2000 bytes, {sent * 1e6:.1f} us\n" in lines
+    assert events == [(way, pytest.approx(sent))] and seconds == pytest.approx(sent, rel=0.01)
+
+
+def test_messages_beside_compute_cost_what_it_does_not_hide(monkeypatch):
+    alone, _, none = sent_by_a_norm(monkeypatch, ())
+    small, start = alone / 100, 1e-2
+    hidden, lines, events = sent_by_a_norm(monkeypatch, (Exchange("send", beside=1.0),), small)
+    assert none == events == [] and hidden == alone and ", beside 100% of its compute\n" in lines
+    exposed, _, events = sent_by_a_norm(monkeypatch, (Exchange("send", BACKWARD, beside=lambda n: 1 / n),), start)
+    ((part, seconds),) = events
+    assert part == "backward" and exposed == pytest.approx(alone + seconds)
+    assert start - alone / 2 < seconds < start - alone / 8  # half of its backward hides as much of the message
 
 
 class Attends(nn.Module):
