@@ -14,12 +14,13 @@ from typing import Any
 
 import torch.fx as fx
 
-from autopar.codegen.forms import OpOnDevice, form_of
+from autopar.codegen.forms import form_of
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, from_rows, sharding_of_rows
 from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan
 from autopar.ops.entry import Op
+from autopar.ops.local import OpOnDevice
 from autopar.runtime.collectives import convert
 from autopar.sharding.convert import REDUCTIONS, Step, localise
 from autopar.sharding.placement import Sharding, local_shape
