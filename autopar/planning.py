@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.codegen.local_passes import groups_left_out
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
 from autopar.kernels.backend import is_traced
@@ -126,9 +125,8 @@ class Planning:
             return plan
         apart, bound = self.apart, plan.lower_bound_s  # in other plans a kernel may stand for what is apart in this
         for search in range(1, _SEARCHES + 1):
-            chunks = plan.chunks if self.graph.chunks == 1 else 1
-            graph = in_chunks(self.graph, chunks, self.request.keeps_outputs)
-            left = groups_left_out(graph, plan) - apart
+            assert plan.search is not None and plan.fused is not None
+            left = plan.search.counted_as_kernels - plan.fused.keys()
             if not left:
                 return replace(plan, lower_bound_s=bound, defaults=(*plan.defaults, *_said_of_groups(apart)))
             apart |= left

@@ -6,6 +6,7 @@ What a program needs follows from the decisions; what the plan says beside them 
     conversions   one for every value that leaves its site in another sharding than it arrives in at the next, with
                   steps that lead from the one to the other, forward and backward; none for other values
     policies      regathering and early reduction only of parameters that are cut, and read
+    kernels       only where they can stand for the ops of a group
 
 A plan may have been edited, or written elsewhere: unchecked, a missing all-reduce would give every rank another loss.
 Nothing is searched or priced here.
@@ -13,7 +14,7 @@ Nothing is searched or priced here.
 
 from __future__ import annotations
 
-from autopar.graph.graph import Graph, type_of
+from autopar.graph.graph import Graph, info, type_of
 from autopar.letters import BadPlan
 from autopar.sharding.convert import Step, leads_to
 from autopar.sharding.layout import Layout
@@ -22,6 +23,8 @@ from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.solver.decision import Conversion
 from autopar.solver.plan import Plan
+from autopar.solver.plan_of_choices import fused_of
+from autopar.space.kernel_sites import KernelSites
 from autopar.space.shardings import Use, sites_and_uses
 from autopar.space.space import Site
 
@@ -67,6 +70,7 @@ def check_plan(graph: Graph, plan: Plan) -> None:
         _travels(plan, use, conversions.pop((use.target, use.operand), None), named[use.target])
     for target, operand in conversions:
         raise BadPlan(f"the plan converts operand {operand} of {target}, and there is no such value", advice=_AGAIN)
+    _fuses(graph, plan)
 
 
 def _decides(plan: Plan, named: dict[str, Site]) -> None:
@@ -120,6 +124,19 @@ def _policies(plan: Plan, sites: tuple[Site, ...], uses: tuple[Use, ...]) -> Non
             raise BadPlan(
                 f"the plan says that {wrong[0]} is {policy}, and it is no parameter of which parts are gathered so",
                 seen=f"{plan.accumulation * plan.microbatches} micro-batches a step",
+                advice=_AGAIN,
+            )
+
+
+def _fuses(graph: Graph, plan: Plan) -> None:
+    """Raise where a kernel of the plan cannot stand for its ops; a plan may fuse less than it could."""
+    possible = fused_of(KernelSites.of(graph, plan.kernels), plan) if plan.fused else {}
+    for result, family in (plan.fused or {}).items():
+        if possible.get(result) != family:
+            raise BadPlan(
+                f"the plan has a kernel of {family} in the place of {result}, where none can stand",
+                at=info(next(n for n in graph.nodes if info(n).key == result)).source,
+                seen=f"one of {possible[result]} can" if result in possible else "",
                 advice=_AGAIN,
             )
 

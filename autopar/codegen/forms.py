@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
@@ -11,32 +11,14 @@ import torch.fx as fx
 from autopar.graph.graph import TensorType, call_of, info, type_of
 from autopar.letters import NotServed
 from autopar.ops.entry import facts_of
-from autopar.ops.local import OpCall, on_device
+from autopar.ops.local import OpCall, OpOnDevice, on_device
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import Flow, Sharding
-from autopar.sharding.strategies import Choice, Strategy, values
+from autopar.sharding.placement import Flow
+from autopar.sharding.strategies import Choice, Strategy
 
 if TYPE_CHECKING:
     from autopar.codegen.local import Localiser
-
-
-@dataclass(frozen=True, slots=True)
-class OpOnDevice:
-    """The device on which an op runs, and the choice by which it is cut there."""
-
-    mesh: DeviceMesh
-    coordinate: tuple[int, ...]
-    random_key: fx.Node | None
-    choice: Choice
-
-    def lies(self, operand: int) -> Sharding:
-        """Sharding in which the op takes an operand."""
-        return values(self.choice.operand(operand))
-
-    def leaves(self, output: int = 0) -> Sharding:
-        """Sharding in which the op gives an output."""
-        return values(self.choice.output(output))
 
 
 def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -8,18 +8,19 @@ It prints as Python: a reader sees every collective, its axis, and why it is the
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
 
-from autopar.codegen.forms import OpOnDevice, form_of
+from autopar.codegen.forms import form_of
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, from_rows, sharding_of_rows
 from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan
 from autopar.ops.entry import Op
+from autopar.ops.local import OpOnDevice
 from autopar.runtime.collectives import convert
 from autopar.sharding.convert import REDUCTIONS, Step, localise
 from autopar.sharding.placement import Sharding, local_shape
@@ -27,6 +28,8 @@ from autopar.sharding.strategies import values
 from autopar.solver import text
 from autopar.solver.decision import Decision, conversion_name
 from autopar.solver.plan import Plan
+from autopar.solver.plan_of_choices import fused_of
+from autopar.space.kernel_sites import KernelSites
 from autopar.space.parameter_values import casts_of_parameters, reduced_in
 
 
@@ -45,8 +48,7 @@ class LocalProgram:
     outputs: tuple[Sharding, ...]  # how each output lies
     is_random: bool = False  # a last placeholder takes the random key of the step
     notes: dict[str, str] = field(default_factory=dict)  # remarks for who reads it, by the names of nodes
-    kernels: tuple[str, ...] = ()  # families of kernels that may take the place of ops
-    recomputed: frozenset[str] = frozenset()  # values that are not saved for backward
+    fused: Mapping[str, str] = field(default_factory=dict)  # families of kernels by the results of their groups
 
     def __str__(self) -> str:
         return print_program(self)
@@ -83,6 +85,11 @@ def local_program(graph: Graph, plan: Plan, coordinate: Sequence[int], rows: Own
             ),
         )
     return Localiser(graph, plan, coordinate, rows).run()
+
+
+def fused_in(graph: Graph, plan: Plan) -> Mapping[str, str]:
+    """The kernels of a plan by results; for a plan of an older release, all that can stand."""
+    return plan.fused if plan.fused is not None else fused_of(KernelSites.of(graph, plan.kernels), plan)
 
 
 _TOPS = ("input", "parameter", "buffer")  # kinds of placeholders, in their order
@@ -135,8 +142,7 @@ class Localiser:
             tuple(shardings),
             self.graph.is_random,
             {node.name: note for node in self.fx.nodes if (note := self._note(node))},
-            self.plan.kernels,
-            self.plan.recomputed,
+            fused_in(self.graph, self.plan),
         )
 
     def _note(self, node: fx.Node) -> str:

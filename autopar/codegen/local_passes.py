@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch.fx as fx
 
 from autopar import kernels
-from autopar.codegen.local import LocalProgram, local_program
-from autopar.graph.graph import Graph, info
-from autopar.kernels import groups
+from autopar.codegen.local import LocalProgram
+from autopar.graph.graph import info
+from autopar.kernels.family import Family
 from autopar.kernels.patterns import Match, called
-from autopar.solver.plan import Plan
+from autopar.letters import BadPlan
 
 
 def drop_unread_ops(program: LocalProgram) -> None:
@@ -30,14 +30,12 @@ def drop_unread_ops(program: LocalProgram) -> None:
 
 
 def use_kernels(program: LocalProgram) -> None:
-    """Replace groups of ops by fused kernels, where no conversion and no local form stands between them.
+    """Replace the groups of ops that the plan fuses by kernels.
 
     before    a = silu(g);  y = mul(a, u)                         s = add(x, r);  y = rms_norm(s, w)
     after     y = gated(g, u, 0)                                  f = add_rms_norm(x, r, w);  s = f[0];  y = f[1]
     """
-    for family, found, arguments in list(
-        groups(program.fx.nodes, program.kernels, functools.partial(_saves_alike, program))
-    ):
+    for family, found, arguments in list(_groups(program)):
         node, results = found.result, found.results
         if family.product is not None and family.prepare is not None:
             family.prepare(found)
@@ -65,18 +63,21 @@ def use_kernels(program: LocalProgram) -> None:
             program.fx.erase_node(op)
 
 
-def _saves_alike(program: LocalProgram, found: Match) -> bool:
-    """Whether the results of a group are all saved, or all recomputed."""
-    about = [info(result) for result in found.results]
-    return len({program.recomputed.isdisjoint((one.key, *one.names)) for one in about}) == 1
-
-
-def groups_left_out(graph: Graph, plan: Plan) -> frozenset[str]:
-    """Names of the results of op groups that kernels could fuse in the graph but the plan keeps apart."""
-    program = local_program(graph, plan, (0,) * len(plan.mesh.shape))
-    alike = functools.partial(_saves_alike, program)
-    stand = {info(found.result).key for _, found, _ in groups(program.fx.nodes, plan.kernels, alike)}
-    return frozenset(info(found.result).key for _, found, _ in groups(graph.nodes, plan.kernels)) - stand
+def _groups(program: LocalProgram) -> Iterator[tuple[Family, Match, Mapping[str, Any]]]:
+    """The groups of ops that the plan fuses, with the arguments of their kernels' calls."""
+    calls = [node for node in reversed(program.fx.nodes) if node.op == "call_function" and info(node).kind == "op"]
+    for family in kernels.families(set(program.fused.values())):
+        for node in calls:
+            name = info(node).key
+            if program.fused.get(name) != family.name:
+                continue
+            found = family.find(node)
+            if found is None:
+                raise BadPlan(
+                    f"the plan has a kernel of {family.name} in the place of {name}, and its program other ops",
+                    advice="plan again",
+                )
+            yield family, *found
 
 
 def is_kernel(node: fx.Node) -> bool:

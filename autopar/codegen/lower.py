@@ -110,7 +110,9 @@ def _lowered(
         importlib.import_module("autopar.kernels.draws")  # draws are one kernel from here on, where Triton is there
     program = local_program(graph, plan, coordinate, rows)
     if not backend.is_traced(device):
-        program = replace(program, kernels=kernels.of_one_result(program.kernels))
+        ordered = kernels.of_one_result(set(program.fused.values()))
+        fused = {result: family for result, family in program.fused.items() if family in ordered}
+        program = replace(program, fused=fused)
     run_passes("local graph", local_passes.PASSES, program, local_passes.verify)
     reads = reads_of_parameters(graph, plan.window_bytes)
     if changed := [name for kind, name in graph.updates if kind == "input"]:

@@ -1,8 +1,9 @@
 """Hot ops in one fused kernel each: Triton on a GPU, behind torch custom ops.
 
-A family is one file: the ops that it stands for, as patterns of a local program; its reference, which runs those ops;
-the Triton kernels; a custom op for forward and one for backward. `codegen/local_passes.py` puts it in their place after
-sharding and before differentiation, where no conversion stands between them.
+A family is one file: the ops that it stands for, as patterns; its reference, which runs those ops; the Triton kernels;
+a custom op for forward and one for backward. Groups of such ops are found in a graph once; `space/kernel_sites.py` says
+which of them a plan fuses, and `codegen/local_passes.py` puts the kernel in their place, after sharding and before
+differentiation.
 
     add_rms_norm  a sum and its RMS norm: both are results
     rms_norm      an RMS norm with a weight
@@ -30,14 +31,17 @@ sharding and before differentiation, where no conversion stands between them.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch.fx as fx
 
     from autopar.kernels.family import Family
     from autopar.kernels.patterns import Match
+
+    Place: TypeAlias = tuple[Family, tuple[Match, ...]]  # groups with one last result, largest first
+    Group: TypeAlias = tuple[Family, Match]
 
 # a larger group before what is a part of it
 NAMES = (
@@ -62,21 +66,26 @@ def can_run() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def groups(
-    nodes: Iterable[fx.Node], names: Collection[str], accepts: Callable[[Match], bool] = lambda found: True
-) -> Iterator[tuple[Family, Match, Mapping[str, Any]]]:
-    """Groups of ops in a program that kernels of these names can replace, with the arguments of each call.
+def places(nodes: Iterable[fx.Node], names: Collection[str]) -> tuple[Place, ...]:
+    """The places of a graph where kernels can replace ops: larger families first, last nodes first."""
+    calls = [node for node in nodes if node.op == "call_function"]
+    found = ((family, tuple(family.in_graph(node))) for family in families(names) for node in reversed(calls))
+    return tuple(place for place in found if place[1])
 
-    No op is in two groups. The ops of a group that is not accepted may still be in smaller ones.
+
+def groups(
+    places: Iterable[Place], stands: Callable[[Family, Match], bool] = lambda family, found: True
+) -> Iterator[Group]:
+    """The groups of ops that kernels replace, among those that stand.
+
+    No op is in two groups. The ops of a group that does not stand may be in smaller ones.
     """
-    nodes = list(nodes)
     taken = set[Any]()
-    for family in families(names):
-        for node in reversed(nodes):
-            place = family.find(node) if node.op == "call_function" and node not in taken else None
-            if place is not None and taken.isdisjoint(place[0].nodes) and accepts(place[0]):
-                taken.update(place[0].nodes)
-                yield family, *place
+    for family, several in places:
+        found = next((one for one in several if stands(family, one)), None)
+        if found is not None and taken.isdisjoint(found.nodes):
+            taken.update(found.nodes)
+            yield family, found
 
 
 def of_one_result(names: Collection[str]) -> tuple[str, ...]:

@@ -239,9 +239,10 @@ def patterns_of(call: str) -> tuple[Pattern, ...]:
     return tuple(found)
 
 
+WRITTEN = patterns_of("cross_entropy(input={logits}, target=target{options}, reduction='sum')")
 FAMILY = Family(
     "cross_entropy",
-    patterns_of("cross_entropy(input={logits}, target=target{options}, reduction='sum')"),
+    WRITTEN,
     cross_entropy,
     reference,
     arguments_of,

@@ -16,6 +16,7 @@ from autopar.kernels.backend import jit, tl
 from autopar.kernels.buffer_reuse import written_over
 from autopar.kernels.cross_entropy import (
     READ_ONCE,
+    WRITTEN,
     arguments_of,
     as_float32_rows,
     forward_kernel,
@@ -237,9 +238,12 @@ def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float
 
 
 def _arguments(found: Match) -> Mapping[str, Any] | None:
-    """Arguments of the call, or None where the kernels do not serve it, as with class weights."""
+    """Arguments of the call, or None where the kernels do not serve it, as with class weights.
+
+    In a graph, which does not say how a device's part lies, those of the part are None.
+    """
     given = arguments_of(found)
-    return None if given is None else {**given, "cuts": found["CUTS"], "classes": found["CLASSES"]}
+    return None if given is None else {**given, **{name.lower(): found.bound.get(name) for name in ("CUTS", "CLASSES")}}
 
 
 FAMILY = Family(
@@ -249,4 +253,6 @@ FAMILY = Family(
     reference,
     _arguments,
     over="x",
+    of_graphs=WRITTEN,
+    forms={"cross_entropy": "cross_entropy_part"},
 )

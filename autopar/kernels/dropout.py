@@ -139,11 +139,19 @@ _OF_GRAPHS = ("d = dropout(input=x, p=P)", "d = dropout(input=x)")
 _OF_PROGRAMS = tuple(
     f"d = dropout_by_position(input=x, key=key, op=OP, shape=SHAPE, cuts=CUTS{p})" for p in (", p=P", "")
 )
-_ADDED = "\ny = add(input=d, other=added)"
+
+
+def _with_sums(texts: tuple[str, ...]) -> tuple[Pattern, ...]:
+    """Patterns of a dropout with the sum behind it, then of it alone."""
+    return tuple(Pattern.of(text + more) for more in ("\ny = add(input=d, other=added)", "") for text in texts)
+
+
 FAMILY = Family(
     "dropout",
-    tuple(Pattern.of(text + more) for more in (_ADDED, "") for text in (*_OF_PROGRAMS, *_OF_GRAPHS)),
+    _with_sums(_OF_PROGRAMS),
     dropout,
     reference,
     _arguments,
+    of_graphs=_with_sums(_OF_GRAPHS),
+    forms={"dropout": "dropout_by_position"},
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from autopar.graph.graph import type_of
-from autopar.kernels.patterns import Match, Pattern, find
+from autopar.kernels.patterns import Match, Pattern, matches
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -21,7 +21,7 @@ class Family:
     """A kernel with the patterns of ops that it replaces."""
 
     name: str
-    patterns: tuple[Pattern, ...]  # one of more ops before what is a part of it
+    patterns: tuple[Pattern, ...]  # patterns of local programs, larger ones first
     call: Callable[..., Any]  # replaces a group; returns a tuple where there are several results
     reference: Callable[..., Any]  # the ops of a group, of the same arguments
     arguments: Callable[[Match], Mapping[str, Any] | None]  # arguments of the call; None where it cannot serve a group
@@ -31,14 +31,25 @@ class Family:
     product: Callable[[Match], fx.Node] | None = None
     prepare: Callable[[Match], None] | None = None
     over: str = ""  # the operand over which its gradient can be written, by its name in patterns
+    of_graphs: tuple[Pattern, ...] = ()  # patterns of graphs, where local programs have a local form; () if equal
+    forms: Mapping[str, str] = field(default_factory=dict)  # local forms that the kernel replaces, by op
 
     def find(self, node: fx.Node) -> tuple[Match, Mapping[str, Any]] | None:
-        """The group whose last result is this node, with the arguments of its call; None where there is none."""
-        for pattern in self.patterns:
-            found = find(pattern, node)
-            if found is not None and (arguments := self.arguments(found)) is not None:
-                return found, arguments
-        return None
+        """The group of a program whose last result is this node, with the arguments of its call, or None."""
+        found = _served(self, self.patterns, node)
+        return next(found, None)
+
+    def in_graph(self, node: fx.Node) -> Iterator[Match]:
+        """The groups of a graph whose last result is this node, those of more ops first."""
+        return (found for found, _ in _served(self, self.of_graphs or self.patterns, node))
+
+
+def _served(family: Family, patterns: Sequence[Pattern], node: fx.Node) -> Iterator[tuple[Match, Mapping[str, Any]]]:
+    """The groups that match patterns and that the kernel serves, with the arguments of its call."""
+    for pattern in patterns:
+        for found in matches(pattern, node):
+            if (arguments := family.arguments(found)) is not None:
+                yield found, arguments
 
 
 def are_alike(nodes: Sequence[fx.Node]) -> bool:

@@ -97,8 +97,8 @@ class Match:
         return self.bound[name]
 
 
-def find(pattern: Pattern, node: fx.Node) -> Match | None:
-    """The match of a pattern whose last result is this node; None where there is none."""
+def matches(pattern: Pattern, node: fx.Node) -> Iterator[Match]:
+    """The matches of a pattern whose last result is this node."""
     for bound in _all_results(pattern, node):
         found = Match(pattern, bound)
         nodes = set(found.nodes)
@@ -107,8 +107,7 @@ def find(pattern: Pattern, node: fx.Node) -> Match | None:
         is_late = all(user > node for user in others)  # all results are made where the last is
         is_whole = len(nodes) == len(pattern.steps)
         if is_late and is_whole and all(nodes.issuperset(readers(n)) for n in nodes.difference(results)):
-            return found
-    return None
+            yield found
 
 
 def _all_results(pattern: Pattern, last: fx.Node) -> Iterator[_Bound]:
@@ -184,10 +183,13 @@ def _may_match(node: fx.Node, step: Member) -> bool:
 
 def called(node: fx.Node) -> str:
     """The op that a node calls, or the local form that stands for one; "" where it is neither."""
-    if isinstance(node.target, Op):
-        return op_name(node)
-    is_form = getattr(node.target, "__module__", "") == forms.__name__
-    return str(getattr(node.target, "__name__", "")) if is_form else ""
+    return name_of(node.target)
+
+
+def name_of(function: Any) -> str:
+    """The name of an op, or of a local form; "" for any other function."""
+    is_form = getattr(function, "__module__", "") == forms.__name__
+    return str(getattr(function, "__name__", "")) if is_form or isinstance(function, Op) else ""
 
 
 def _orders(step: Member) -> Iterator[Mapping[str, Any]]:

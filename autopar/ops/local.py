@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from autopar.ops.entry import SHAPE, SIZES, Op, facts_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import R, Sharding, local_shape, part
+from autopar.sharding.strategies import Choice, values
 
 Form = tuple[Callable[..., Any], dict[str, Any]] | None
 
@@ -49,6 +50,24 @@ class Here(Protocol):
     def leaves(self, output: int = 0) -> Sharding:
         """Sharding in which the op gives an output."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpOnDevice:
+    """The device on which an op runs, and the choice by which it is cut there."""
+
+    mesh: DeviceMesh
+    coordinate: tuple[int, ...]
+    random_key: Any
+    choice: Choice
+
+    def lies(self, operand: int) -> Sharding:
+        """Sharding in which the op takes an operand."""
+        return values(self.choice.operand(operand))
+
+    def leaves(self, output: int = 0) -> Sharding:
+        """Sharding in which the op gives an output."""
+        return values(self.choice.output(output))
 
 
 def on_device(op: Op, here: Here, call: OpCall, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

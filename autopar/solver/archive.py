@@ -95,6 +95,7 @@ def written(plan: Plan) -> dict[str, Any]:
         **({"compiled": True} if plan.compiled else {}),
         **({"chunks": plan.chunks} if plan.chunks > 1 else {}),
         **({"kernels": list(plan.kernels)} if plan.kernels else {}),
+        **({"fused": dict(plan.fused)} if plan.kernels and plan.fused is not None else {}),
         **({"microbatches": plan.microbatches} if plan.microbatches > 1 else {}),
         **({"needed": needed} if needed else {}),
         **({"unaligned": dict(plan.unaligned)} if plan.unaligned else {}),
@@ -172,6 +173,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "accumulation": _whole(data["accumulation"], least=1),
         "chunks": _whole(data.get("chunks", 1), least=1),
         "kernels": _each(data.get("kernels", ()), _family),
+        "fused": _fused(data),
         "microbatches": _whole(data.get("microbatches", 1), least=1),
         "sources": {_source(name): _number(seconds) for name, seconds in data.get("sources", {}).items()},
         "compiled": _truth(data.get("compiled", False)),
@@ -279,6 +281,12 @@ def _family(value: Any) -> str:
     return str(value)
 
 
+def _fused(data: Mapping[str, Any]) -> dict[str, str] | None:
+    """Families of kernels by results; None in a file that does not say where kernels stand."""
+    found = data.get("fused", None if data.get("kernels") else {})
+    return None if found is None else {_text(name): _family(family) for name, family in found.items()}
+
+
 def _list(value: Any) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{_shown(value)} is no list")
@@ -350,6 +358,11 @@ def refuse_contradictions(plan: Plan) -> None:
     for value in sorted(plan.recomputed):
         if value not in conversions and (value not in plan.decisions or plan.decisions[value].kind != "op"):
             raise BadPlan(f"the plan recomputes {value}, which is neither an op nor a conversion of it")
+    for name, family in (plan.fused or {}).items():
+        if name not in plan.decisions or plan.decisions[name].kind != "op":
+            raise BadPlan(f"the plan has a kernel in the place of {name}, which is not one of its ops")
+        if family not in plan.kernels:
+            raise BadPlan(f"the plan has a kernel of {family} in the place of {name}, and uses no such kernels")
     for name, op in plan.passing.items():
         if name not in plan.recomputed:
             raise BadPlan(f"the plan makes {name} in passing, which it does not recompute")

@@ -52,6 +52,8 @@ def fold(data: Mapping[str, Any]) -> dict[str, Any]:
     }
     passing: list[_Record] = [((str(pair[0]), str(pair[1])), {}) for pair in data.get("passing", ())]
     given: dict[str, list[_Record]] = {"needed": needed, "passing": passing}
+    if "fused" in data:  # An empty list says that no kernel stands anywhere.
+        folded["fused"] = _folded([((name,), {"family": family}) for name, family in data["fused"].items()])
     return {**folded, **{key: _folded(records) for key, records in given.items() if records}}
 
 
@@ -74,6 +76,8 @@ def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
     if "needed" in data:
         needed = _unfolded(data["needed"])
         found["needed"] = _each_once((name, [said["bytes"], said["seconds"]]) for (name,), said in needed)
+    if "fused" in data:
+        found["fused"] = _each_once((name, said["family"]) for (name,), said in _unfolded(data["fused"]))
     if "passing" in data:
         found["passing"] = [list(pair) for pair, _ in _unfolded(data["passing"])]
     return found

@@ -54,6 +54,10 @@ class SearchedSpace(Protocol):
     def is_over(self) -> bool:
         """Whether the space was released."""
 
+    @property
+    def counted_as_kernels(self) -> frozenset[str]:
+        """The results of the groups of ops whose seconds and bytes are those of a kernel."""
+
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """The times of a step by name, and the bytes that the plan holds at each, by kind."""
 
@@ -116,6 +120,9 @@ class Plan:
     accumulation: int = 1  # calls that make one optimizer step
     chunks: int = 1  # of rows, in which the loss head runs
     kernels: tuple[str, ...] = ()  # families of kernels that may take the place of ops
+    # The families of the kernels in its program, by the last results of the ops that each replaces. A plan of an older
+    # release has None: all kernels that can stand.
+    fused: Mapping[str, str] | None = field(default=None, repr=False)
     microbatches: int = 1  # turns in which the batch of a call passes
     sources: Mapping[str, float] = field(default_factory=dict)  # seconds of the step by their source
     compiled: bool = False  # whether the seconds are those of code that torch.compile makes

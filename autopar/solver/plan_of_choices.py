@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from autopar.solver.plan import Plan
 from autopar.solver.points import Point
 from autopar.space.space import Edge, Flows, Space, reduces
 from autopar.space.timeline import Timeline
+
+if TYPE_CHECKING:
+    from autopar.space.kernel_sites import KernelSites
 
 
 def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) -> Plan:
@@ -32,7 +37,7 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
     step += point.recompute_s - hidden
     memory, peak_at = _peak(space, point)
     names = _named_for_policies(space)
-    return Plan(
+    plan = Plan(
         mesh=space.setting.mesh,
         cluster=str(space.setting.cluster),
         decisions=decisions,
@@ -67,6 +72,14 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         warnings=space.warnings,
         suspected=tuple(sorted({(s.op, s.suspected) for s in space.sites if s.suspected})),
     )
+    return replace(plan, fused={} if space.kernels is None else fused_of(space.kernels, plan))
+
+
+def fused_of(sites: KernelSites, plan: Plan) -> dict[str, str]:
+    """The families of the kernels that can stand in a plan's program, by results of groups."""
+    choices = {name: decision.choice for name, decision in plan.decisions.items()}
+    steps = {(c.target, c.operand): (c.forward, c.backward) for c in plan.conversions}
+    return sites.fused(plan.mesh, choices, steps, plan.recomputed)
 
 
 def _decisions(space: Space, picked: Sequence[int]) -> dict[str, Decision]:

@@ -50,6 +50,13 @@ class PricedSpace:
         """Whether the space was released."""
         return self.counted is None
 
+    @property
+    def counted_as_kernels(self) -> frozenset[str]:
+        """The results of the groups of ops whose seconds and bytes are those of a kernel."""
+        assert self.counted is not None
+        sites = self.counted.space.kernels
+        return sites.results if sites is not None else frozenset()
+
     def let_go(self) -> None:
         """Release the space and its tables."""
         self.counted = self._problem = self._curve = self.others = None

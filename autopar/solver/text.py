@@ -63,6 +63,8 @@ def table_of(plan: Plan) -> str:
         aligned(("op", "operands -> output", "us"), folded_rows(_op_rows(plan))),
         aligned(("conversion", "value", "forward", "backward", "us"), folded_rows(_conversion_rows(plan))),
     ]
+    if plan.fused:
+        blocks.append(aligned(("ops up to", "in one kernel"), folded_rows(plan.fused.items())))
     if plan.recomputed:
         head = ("needed in backward", "state", "bytes a device", "us to make it")
         blocks.append(aligned(head, folded_rows(_needed_rows(plan))))
@@ -145,6 +147,7 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
             yield name, *(str(d.choice) if d else "absent" for d in (mine, theirs))
     for value in sorted(one.recomputed ^ other.recomputed):
         yield value, _state(one, value), _state(other, value)
+    yield from _kernels_apart(one, other)
     for said, none, names in (("regathered", "kept", "regathered"), ("each", "end", "scattered")):
         mine, theirs = getattr(one, names), getattr(other, names)
         for name in sorted(mine ^ theirs):  # of a parameter: when it is gathered, and when its gradient is reduced
@@ -154,6 +157,17 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
             yield name, str(getattr(one, name)), str(getattr(other, name))
     if one.passing != other.passing:
         yield "in passing", *(f"{len(plan.passing)} values" for plan in (one, other))
+
+
+def _kernels_apart(one: Plan, other: Plan) -> Iterator[Row]:
+    """Rows about results of different kernels; none where a plan does not say where kernels stand."""
+    if one.fused is None or other.fused is None:
+        return
+    for name in sorted({name for name, _ in one.fused.items() ^ other.fused.items()}):
+        yield (
+            name,
+            *(f"in a kernel of {fused[name]}" if name in fused else "op by op" for fused in (one.fused, other.fused)),
+        )
 
 
 def _told_apart(one: Plan, other: Plan) -> list[str]:
@@ -303,6 +317,8 @@ def _site_lines(plan: Plan, name: str) -> list[str]:
     d, axes = plan.decisions[name], plan.mesh.axes
     lines = [f"{name}: {d.op}, {time(d.seconds)}" + (f"    {d.source}" if d.source else "")]
     lines += [f"    @{axis}  {s!r}" for s, axis in zip(d.choice.strategies, axes, strict=True)]
+    if plan.fused and name in plan.fused:
+        lines.append(f"    the last op of a kernel of {plan.fused[name]}")
     if name in plan.recomputed:
         lines.append("    not saved: backward recomputes it")
     for c in plan.conversions:

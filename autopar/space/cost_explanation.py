@@ -15,6 +15,7 @@ from autopar.sharding.certainty import FROM, MEASURED
 from autopar.sharding.cost_model import Kernel
 from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
+from autopar.space.kernel_sites import KernelSites
 from autopar.space.op_exchanges import sent_under
 from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
 from autopar.space.setting import Setting
@@ -27,10 +28,11 @@ class CostLines:
     graph: Graph
     setting: Setting
     bindings: Bindings
+    sites: KernelSites
 
     @functools.cached_property
     def seconds(self) -> OpSeconds:
-        return OpSeconds(self.graph, self.setting)
+        return OpSeconds(self.graph, self.setting, self.sites)
 
     @functools.cached_property
     def ops(self) -> dict[str, fx.Node]:

@@ -29,6 +29,7 @@ from autopar.sharding.cost_model import (
 from autopar.sharding.notation import Binding
 from autopar.sharding.placement import largest_local_shape, local_elements, part
 from autopar.sharding.strategies import Choice, values
+from autopar.space.kernel_sites import KernelSites
 from autopar.space.product_roles import groups_of_rows, multiplied, roles_of
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
@@ -96,14 +97,14 @@ class Amounts(NamedTuple):
 class OpSeconds:
     """Prices the ops of a graph on a machine."""
 
-    def __init__(self, graph: Graph, setting: Setting) -> None:
+    def __init__(self, graph: Graph, setting: Setting, sites: KernelSites) -> None:
         self.mesh = setting.mesh
         self.cluster = setting.cluster
         self.costs = CostModel(setting.cluster, setting.mesh.size)
         self.copied = _copies(graph, self.cluster.device.kernels)
         self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
-        self.groups = groups_of(graph, setting)
-        self.relieved = relieved_of(graph, setting)
+        self.groups = groups_of(sites, self.cluster.device.kernels)
+        self.relieved = relieved_of(sites)
 
     def compute(self, chosen: Chosen) -> Ways:
         """Seconds of computing an op, forward and backward, by choice; () where it runs no kernel."""

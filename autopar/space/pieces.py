@@ -6,7 +6,6 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, type_of
-from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.costs import optimizer_figures
 from autopar.space.conversion_bytes import Temporaries
 from autopar.space.edge_pieces import EdgePieces
@@ -19,6 +18,7 @@ from autopar.space.parameter_values import ParameterValues
 from autopar.space.passages import passages_of
 from autopar.space.schedule import Schedule
 from autopar.space.setting import Setting
+from autopar.space.shared import Shared
 from autopar.space.shown_gradients import shown_gradients
 from autopar.space.site_pieces import SitePieces
 from autopar.space.traffic import held_by_kernels
@@ -31,14 +31,14 @@ def memory_of(
     wiring: Wiring,
     schedule: Schedule,
     parameters: ParameterValues,
-    bytes_: LocalBytes,
-    conversions: ShapeConsistencyManager,
+    shared: Shared,
 ) -> Memory:
     """The memory of a graph's step: all pieces, and what the sums of pieces leave out."""
+    bytes_ = shared.bytes
     schedule = schedule.moving(_gathered(wiring, parameters, bytes_))
     trained = trained_parameters(graph)
     clock = Clock.of(graph, _updates(len(trained), setting))
-    groups = held_by_kernels(graph, setting)
+    groups = held_by_kernels(shared.kernels, setting.cluster.device.kernels)
     lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels, groups)
     buckets = GradientBuckets.of(trained, lifetimes, wiring, setting)
     op_bytes = OpBytes(wiring, lifetimes, bytes_, setting.cluster.device.kernels)
@@ -57,7 +57,7 @@ def memory_of(
         *_rows_out(graph, wiring, clock),
     )
     passages = passages_of(wiring, lifetimes, bytes_, op_bytes)
-    temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, conversions, bytes_)
+    temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, shared.values, bytes_)
     ops, arrives = tuple(info(n).key for n in clock.ops), passages.arrives
     converted, merged = edges.converted(arrives), edges.merged(arrives)
     return Memory(

@@ -75,18 +75,19 @@ def shardings(
         wiring.edges,
         setting,
     )
-    told = CostLines(graph, setting, bindings)
+    told = CostLines(graph, setting, bindings, shared.kernels)
     return Space(
         setting,
         wiring.sites,
         wiring.edges,
         edges.conversions,
         graph.digest,
-        memory_of(graph, setting, wiring, schedule, parameters, shared.bytes, shared.values),
+        memory_of(graph, setting, wiring, schedule, parameters, shared),
         windows,
         told,
         told.unaligned,
         tuple(bindings.warnings()),
+        shared.kernels,
     )
 
 

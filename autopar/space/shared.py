@@ -11,6 +11,7 @@ from autopar.once import Once
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.cost_model import ALONE, Message
 from autopar.sharding.strategies import Choice
+from autopar.space.kernel_sites import KernelSites
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.schedule import Schedule
@@ -21,7 +22,7 @@ from autopar.space.windows import BUCKET
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """Sites, edges, bytes and conversions, each made once.
+    """Sites, edges, bytes, conversions and groups of ops that kernels replace, each made once.
 
     Parameters are gathered in one message a window, and the reductions of their gradients travel in buckets: both are
     conversions of their own.
@@ -31,6 +32,7 @@ class Shared:
     values: ShapeConsistencyManager
     gradients: ShapeConsistencyManager
     bytes: LocalBytes
+    kernels: KernelSites
     choices: dict[Hashable, tuple[Choice, ...]] = field(default_factory=dict)  # by strategies and sizes
     sites: dict[Hashable, Site] = field(default_factory=dict)  # by what their choices and seconds depend on
     by_message: dict[Message, ShapeConsistencyManager] = field(default_factory=dict)  # of gathers
@@ -43,7 +45,8 @@ class Shared:
         share = min(1.0, BUCKET / max(1, sum(trained)))
         bucket = Message(share * sum(trained), max(1.0, share * len(trained)))
         gradients = _in_messages(setting, values, {"all_reduce": bucket, "reduce_scatter": bucket})
-        return Shared(setting, values, gradients, LocalBytes(setting.mesh))
+        kernels = KernelSites.of(graph, setting.kernels, setting.apart)
+        return Shared(setting, values, gradients, LocalBytes(setting.mesh), kernels)
 
     def gathers(self, schedule: Schedule, parameters: ParameterValues) -> ShapeConsistencyManager:
         """Conversions of parameters that are gathered in the windows of a schedule; one for equal messages."""

@@ -74,7 +74,7 @@ class SiteBuilder:
         self.bindings = bindings
         self.parameters = parameters
         self.blocks = DimBlocks(bindings)
-        self.seconds = OpSeconds(graph, setting)
+        self.seconds = OpSeconds(graph, setting, shared.kernels)
         self._crossed, self._known = shared.choices, shared.sites
         self.once = Once()  # for parameters with their policies
 

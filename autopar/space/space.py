@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from autopar.sharding.strategies import Choice, values
 from autopar.space.memory import Memory
 from autopar.space.setting import Setting
 from autopar.space.windows import Window
+
+if TYPE_CHECKING:
+    from autopar.space.kernel_sites import KernelSites
 
 Flows = tuple[Flow, ...]  # one per axis
 
@@ -176,6 +179,7 @@ class Space:
     # of products under their choices, the seconds that they take more because their rows are not aligned
     unaligned: Callable[[Mapping[str, Choice]], dict[str, float]] | None = None
     warnings: tuple[str, ...] = ()  # rules of users that could not be tried
+    kernels: KernelSites | None = None  # None without a graph
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
-from autopar.kernels import backend, groups
+from autopar.kernels import backend
 from autopar.kernels.family import Family
 from autopar.kernels.patterns import Match, readers
 from autopar.ops.entry import Line, facts_of
+from autopar.space.kernel_sites import KernelSites
 from autopar.space.saved import kept_by
-from autopar.space.setting import Setting
 
 
 class Traffic(NamedTuple):
@@ -112,28 +112,19 @@ class Group:
         return Traffic(tuple(forward), tuple(back), 1, self.is_last, self.is_last)
 
 
-def groups_of(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
-    """The ops that kernels stand for, each with its share in its kernel's traffic."""
-    kind = setting.cluster.device.kernels
-    return {op: share for family, found in _found(graph, setting) for op, share in _shares(family, found, kind)}
+def groups_of(sites: KernelSites, kind: str) -> dict[fx.Node, Group]:
+    """The ops that kernels of a kind of device stand for, with their shares in its traffic."""
+    return {op: share for family, found in sites.counted for op, share in _shares(family, found, kind)}
 
 
-def relieved_of(graph: Graph, setting: Setting) -> frozenset[fx.Node]:
+def relieved_of(sites: KernelSites) -> frozenset[fx.Node]:
     """The products whose bias gets its gradient from a kernel behind them."""
-    return frozenset(family.product(found) for family, found in _found(graph, setting) if family.product is not None)
+    return frozenset(family.product(found) for family, found in sites.counted if family.product is not None)
 
 
-def _found(graph: Graph, setting: Setting) -> Iterator[tuple[Family, Match]]:
-    def is_taken(found: Match) -> bool:
-        return info(found.result).key not in setting.apart
-
-    for family, found, _ in groups(graph.nodes, setting.kernels, is_taken):
-        yield family, found
-
-
-def held_by_kernels(graph: Graph, setting: Setting) -> dict[fx.Node, Group]:
+def held_by_kernels(sites: KernelSites, kind: str) -> dict[fx.Node, Group]:
     """The ops that run in one kernel where memory is concerned; none on a CPU, which runs them one by one."""
-    return groups_of(graph, setting) if backend.is_traced(setting.cluster.device.kernels) else {}
+    return groups_of(sites, kind) if backend.is_traced(kind) else {}
 
 
 def _shares(family: Family, found: Match, kernels: str) -> Iterator[tuple[fx.Node, Group]]:

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar import Assume, DeviceMesh
 from autopar.graph.graph import info, type_of
-from autopar.kernels import NAMES, families, groups
+from autopar.kernels import NAMES, families, groups, places
 from autopar.sharding.cluster import Cluster
 from autopar.space.bindings import Bindings
+from autopar.space.kernel_sites import KernelSites
 from autopar.space.op_seconds import OpSeconds
 from autopar.space.setting import Setting
 from autopar.tracer import ColoTracer
@@ -55,8 +56,12 @@ def counted(model, batch):
 def predicted(graph):
     """What the space prices, of one device."""
     setting = Setting(DeviceMesh((1,)), Cluster.of("h100-1x8"), kernels=NAMES)
-    prices, tensors, moved = OpSeconds(graph, setting), Bindings.of(graph, strict=True).tensors, Counter()
-    for family, found, _ in groups(graph.nodes, NAMES):
+    prices, tensors, moved = (
+        OpSeconds(graph, setting, KernelSites.of(graph, NAMES)),
+        Bindings.of(graph, strict=True).tensors,
+        Counter(),
+    )
+    for family, found in groups(places(graph.nodes, NAMES)):
         for op in found.nodes:
             traffic = prices.traffic(op, tensors[op])
             ends = [*map(type_of, tensors[op]), *info(op).outputs]
