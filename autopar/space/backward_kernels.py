@@ -7,6 +7,7 @@ a new tensor, since emitted code is functional. An op's entry has the last word 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ from autopar.graph.graph import Graph, info, op_name, run, type_of
 from autopar.graph.nodes import tensor_operands
 from autopar.ops.entry import facts_of
 from autopar.runtime.private import OpOverload
+
+log = logging.getLogger("autopar")
+
 
 class End(NamedTuple):
     """A tensor of a call: an operand or an output, by its place, or that one's gradient."""
@@ -184,7 +188,10 @@ def _recorded(
                 gradients = torch.autograd.grad(
                     [outputs[k] for k, _ in ends], [given[n] for n in wanted], comes, allow_unused=True
                 )
-    except Exception:  # an op that meta tensors cannot run, or whose result depends on data
+    except (RuntimeError, ValueError):  # no kernel for meta tensors, a result that depends on data, or too small a part
+        return None
+    except Exception as e:  # the backward of a user's op may raise anything
+        log.warning("the backward of %s fails on meta tensors: what it keeps is a guess (%r)", op_name(node), e)
         return None
     by_operand = dict(zip(wanted, gradients, strict=True))
     places = {n: k for k, n in reversed(list(enumerate(tensor_operands(node))))}
