@@ -248,7 +248,7 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
             key = (tuple(replace(run, name="", region="") for run in part.runs), *part.bytes.tolist())
             if key not in alike:
                 sets = _sets(part, is_all_or_none)
-                alike[key] = [(s, part._step(s, part.momentary)[2][part.ops :]) for s in sets]
+                alike[key] = [(s, part._step(s)[2][part.ops :]) for s in sets]
             ways += _best(_ways_among(stages, first, end, alike[key]))
         found.append(ways)
     return found

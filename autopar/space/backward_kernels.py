@@ -7,6 +7,7 @@ a new tensor, since emitted code is functional. An op's entry has the last word 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from autopar.graph.graph import Graph, info, op_name, run, type_of
 from autopar.graph.nodes import tensor_operands
 from autopar.ops.entry import facts_of
 from autopar.runtime.private import OpOverload
+
+log = logging.getLogger("autopar")
 
 
 class End(NamedTuple):
@@ -50,7 +53,9 @@ class Backward:
     held: tuple[tuple[Held, ...], ...]  # and while each kernel of the backward runs
     gradients: tuple[int, ...]  # places of operands that get one
     shows: Mapping[int, int]  # by such an operand the output whose gradient's memory its gradient shows
-    is_apart: bool  # whether it makes a tensor that is like none of the call: its size on a device takes a run there
+    # whether it takes a run on a device's parts: it makes a tensor that is like none of the call, or backward reads a
+    # copy of an operand, which on parts may be a view
+    is_apart: bool
     relief: float  # how much less it holds where the gradient that comes is counted elsewhere: a share of that
 
     def freed(self, able: Collection[int]) -> frozenset[int]:
@@ -87,6 +92,7 @@ class _Kernels(TorchDispatchMode):
         self.ran: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
         self.bytes: dict[Any, int] = {}
         self.version: dict[int, int] = {}
+        self.copies: set[Any] = set()  # memories that are copies
         self.alive: list[torch.Tensor] = []  # an address is not used twice
 
     def memory(self, tensor: torch.Tensor) -> Any:
@@ -107,6 +113,8 @@ class _Kernels(TorchDispatchMode):
                 at = tensor.untyped_storage()._cdata
                 self.version[at] = self.version.get(at, 0) + 1
         made = [self.memory(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        if func is torch.ops.aten.clone.default:
+            self.copies.update(made)
         self.ran.append((reads, tuple(m for m in dict.fromkeys(made) if m not in reads)))
         return result
 
@@ -180,7 +188,10 @@ def _recorded(
                 gradients = torch.autograd.grad(
                     [outputs[k] for k, _ in ends], [given[n] for n in wanted], comes, allow_unused=True
                 )
-    except Exception:  # an op that meta tensors cannot run, or whose result depends on data
+    except (RuntimeError, ValueError):  # no kernel for meta tensors, a result that depends on data, or too small a part
+        return None
+    except Exception as e:  # the backward of a user's op may raise anything
+        log.warning("the backward of %s fails on meta tensors: what it keeps is a guess (%r)", op_name(node), e)
         return None
     by_operand = dict(zip(wanted, gradients, strict=True))
     places = {n: k for k, n in reversed(list(enumerate(tensor_operands(node))))}
@@ -271,7 +282,8 @@ def _read_off(
         tuple(tuple(map(held, step)) for step in steps),
         tuple(gradients),
         shows,
-        any(kernels.bytes[m] not in sizes for m in {*besides, *made}.union(*forward_steps)),
+        any(kernels.bytes[m] not in sizes for m in {*besides, *made}.union(*forward_steps))
+        or not forward_kernels.copies.isdisjoint(besides),
         (max(most) - max(left)) / max(1, sum(coming.values())),
     )
 

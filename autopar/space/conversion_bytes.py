@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.graph.graph import TensorType, type_of
+from autopar.graph.graph import TensorType, info, type_of
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
 from autopar.sharding.temporaries import between, temporaries
-from autopar.space.lifetimes import Clock, Lifetimes
+from autopar.space.lifetimes import Lifetimes
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.lookup import Tables, Taken, end_to_end
 from autopar.space.schedule import Schedule
@@ -113,7 +113,7 @@ class Temporaries:
         conversions = _Conversions(wiring, lifetimes, passages, self.found, manager)
         self.parts = (
             _OfValues(conversions, wiring, lifetimes, passages, bytes_),
-            _OfGradients(conversions, wiring, lifetimes.clock, pieces, bytes_),
+            _OfGradients(conversions, wiring, lifetimes, pieces, bytes_),
             _OfGathers(wiring, lifetimes, schedule, self.found, bytes_),
         )
 
@@ -221,8 +221,14 @@ class _OfGradients:
     """Temporaries of converting gradients: by then, what only the op's backward read has been freed."""
 
     def __init__(
-        self, conversions: _Conversions, wiring: Wiring, clock: Clock, pieces: Sequence[Piece], bytes_: LocalBytes
+        self,
+        conversions: _Conversions,
+        wiring: Wiring,
+        lifetimes: Lifetimes,
+        pieces: Sequence[Piece],
+        bytes_: LocalBytes,
     ) -> None:
+        clock = lifetimes.clock
         self.conversions = conversions
         self.count = clock.last + 1
         self.times = clock.settled - conversions.now
@@ -231,6 +237,8 @@ class _OfGradients:
         self.comes = Tables(of_edges=((k, b.unreduced) for k, b in zip(edges, bytes_of, strict=True)))
         self.goes_on = Tables(of_edges=((k, b.reduced) for k, b in zip(edges, bytes_of, strict=True)))
         self.is_there = np.array([type_of(wiring.values[k]).requires_grad for k in edges], bool)
+        self.memory = _numbers(_comes_in(wiring, lifetimes, k) for k in edges)
+        self.lasts = np.array([_lasts(wiring, lifetimes, k) for k in edges], bool)
         freed = [p for p in pieces if p.kind in _FREED and clock.n <= p.last <= clock.settled]
         freed.sort(key=lambda p: p.is_edge)
         of_sites, of_edges = ([(p.place, p.bytes) for p in freed if p.is_edge is is_edge] for is_edge in (False, True))
@@ -244,10 +252,21 @@ class _OfGradients:
         comes, goes_on = self.comes.of_edges(taken), self.goes_on.of_edges(taken)
         places = self.conversions.first(taken, (comes > 0) & self.is_there)
         own, times = self.conversions.temporaries(taken, places)[:, 1], self.times[places]
-        comes, goes_on = comes[places], goes_on[places]
+        stays = np.unique(self.memory[(comes == 0) & self.lasts])
+        comes, goes_on = np.where(self._is_counted(places, stays), comes[places], 0.0), goes_on[places]
         over = np.zeros(self.count)
         np.maximum.at(over, times, own + comes + _behind(times, comes) - _behind(times, goes_on) - freed[times])
         return over
+
+    def _is_counted(self, places: np.ndarray, stays: np.ndarray) -> np.ndarray:
+        """Whether the memory in which each gradient comes is its to count: the last conversion to read it counts it.
+
+        Memories that stay for a gradient that nothing converts are among the pieces.
+        """
+        memory = self.memory[places]
+        last: np.ndarray = np.zeros(len(self.memory), int)
+        last[memory] = places
+        return (last[memory] == places) & ~np.isin(memory, stays)
 
 
 class _OfGathers:
@@ -294,6 +313,25 @@ class _OfGathers:
                 assert manager is not None, "a parameter is gathered by a manager of its own"
                 over[gather.time] += gather.beside(manager, leaves[k], arrives[k])
         return over
+
+
+def _comes_in(wiring: Wiring, lifetimes: Lifetimes, k: int) -> Hashable:
+    """The memory in which the gradient of an edge comes: a sum hands that of its result on to all operands."""
+    value, taker = wiring.values[k], wiring.takers[k]
+    back, place = lifetimes.backward.get(taker), wiring.edges[k].operand
+    if back is None or place not in back.shows:
+        return k
+    port = back.shows[place]
+    is_whole = info(taker).outputs[port].nbytes == type_of(value).nbytes
+    return (taker, port) if is_whole else k
+
+
+def _lasts(wiring: Wiring, lifetimes: Lifetimes, k: int) -> bool:
+    """Whether the gradient of an edge stays in memory as it comes, where nothing converts it."""
+    value, taker = wiring.values[k], wiring.takers[k]
+    if taker not in lifetimes.clock.at or not type_of(value).requires_grad:
+        return False
+    return lifetimes.last_use(value) == lifetimes.clock.at[taker] or not lifetimes.is_added(value, taker)
 
 
 def _made_by(op: Passage) -> Iterator[np.ndarray]:

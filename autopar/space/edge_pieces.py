@@ -137,7 +137,7 @@ class EdgePieces:
                 self._gradient_of_parameter(passage)
             else:
                 # through views it comes as it leaves their readers
-                begins = max(map(lifetimes.last_use, lifetimes.views(taker, value)), default=now)
+                begins = max(map(lifetimes.last_use, lifetimes.hands_back(taker, value)), default=now)
                 since = self.clock.mirrored(begins)
                 # its site counts it as it goes on: where this is the first to come, that is made later
                 comes = self.bytes.once("comes", (bytes_,), lambda: _before_conversion(bytes_))

@@ -160,7 +160,10 @@ class Lifetimes:
         return self.clock.back(self.runs_with.get(op, op)) - (value in self.freed_first.get(op, ()))
 
     def last_use(self, value: fx.Node) -> int:
-        """The index of the last op that reads a value in forward, views included: there its gradient begins."""
+        """The index of the last op that reads a value in forward, or a view that hands its gradient back as it lies.
+
+        There the value's gradient begins.
+        """
         if value not in self._last_uses:
             places = [self._last_read(value, u) for u in self.users[value]]
             self._last_uses[value] = max(places, default=self._place(value))
@@ -170,7 +173,7 @@ class Lifetimes:
         """The index of the last op by which one reader reads a value; outputs beside a loss get no gradient."""
         if user in self.clock.at:
             runs = self.runs_with.get(user, user)
-            return max(map(self.last_use, self.views(user, value)), default=self.clock.at[runs])
+            return max(map(self.last_use, self.hands_back(user, value)), default=self.clock.at[runs])
         return self._place(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
 
     def _taken_over(self, graph: Graph, groups: Mapping[fx.Node, Group]) -> Iterator[int]:
@@ -190,7 +193,7 @@ class Lifetimes:
         """
         last = self.last_use(value)
         gives = [u for u in self.users[value] if u in self.clock.at and self._last_read(value, u) == last]
-        return gives == [op] and self._is_direct(value, op) and not self.is_view[value]
+        return gives == [op] and self._is_direct(value, op) and self.has_own_gradient(value)
 
     def gives_more(self, value: fx.Node, op: fx.Node) -> bool:
         """Whether this op's backward adds to a value's gradient that later uses gave, alone and through no view.
@@ -202,7 +205,7 @@ class Lifetimes:
 
     def _is_direct(self, value: fx.Node, op: fx.Node) -> bool:
         is_once = sum(operand is value for operand in op.target.operands(op.kwargs)) == 1
-        return is_once and op not in self.runs_with and not self.views(op, value)
+        return is_once and op not in self.runs_with and not self.hands_back(op, value)
 
     def comes_alone(self, value: fx.Node, op: fx.Node) -> int:
         """The last time at which of a value's gradient there is only what comes through the views that an op makes.
@@ -215,7 +218,7 @@ class Lifetimes:
             until = min([until, *(self.clock.mirrored(use) - 1 for use in others)])
             op, memory = _producer(value), self.memory[value]
             shown = next((n for n in op.all_input_nodes if self.memory[n] == memory), None)
-            if shown is None:
+            if shown is None or not self._shows_gradient(op):
                 return until
             value = shown
 
@@ -276,6 +279,23 @@ class Lifetimes:
         outputs = self.outputs[op]
         passes = value in op.all_input_nodes and all(self.is_view[w] for w in outputs)
         return outputs if passes else []
+
+    def hands_back(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
+        """The outputs of an op that are views of this operand and whose gradients are the operand's as they lie."""
+        return self.views(op, value) if self._shows_gradient(op) else []
+
+    def has_own_gradient(self, value: fx.Node) -> bool:
+        """Whether the gradient of a value lies in memory of its own; that of a view is mostly one with its operand's.
+
+        The backward of an op that gives parts puts their gradients together in a new tensor, and that of an op that
+        broadcasts sums them up.
+        """
+        return not self.is_view[value] or not self._shows_gradient(_producer(value))
+
+    def _shows_gradient(self, op: fx.Node) -> bool:
+        """Whether an op that makes views gives its operand the gradient that comes, as it lies."""
+        back = self.backward.get(op)
+        return back is None or bool(back.shows) or op in self.parameters.owners
 
     def has_several_uses(self, value: fx.Node) -> bool:
         return len(self.users[value]) > 1

@@ -31,6 +31,7 @@ class OpBytes:
         self.lifetimes = lifetimes
         self.bytes = bytes_
         self.kind = kind
+        self.first_copied = _first_copied(lifetimes)
 
     def besides(self, op: fx.Node) -> np.ndarray | None:
         """Bytes that an op makes in forward and keeps for its backward; None where there are none."""
@@ -86,7 +87,7 @@ class OpBytes:
         added = {k for k in back.shows if self.lifetimes.is_added(operands[k], op)}  # that makes another tensor
         counted = [End(True, place) for place in back.gradients if place not in added]
         for value in self.lifetimes.outputs[op]:
-            if type_of(value).requires_grad and not self.lifetimes.is_view[value]:
+            if type_of(value).requires_grad and self.lifetimes.has_own_gradient(value):
                 counted.append(End(False, port_of(value)))
         return counted
 
@@ -124,14 +125,19 @@ class OpBytes:
     def _shown(self, op: fx.Node, places: Iterable[int], shapes: Sequence[tuple[int, ...]]) -> float:
         """Bytes of the memories that operands of these shapes lie on, which backward reads on such parts alone.
 
-        A part of one row may be a view where the whole is copied.
+        A part of one row may be a view where the whole is copied. The memory stays for the op that reads it first in
+        forward; what others read of it counts again, as where those copy it.
         """
-        found: dict[int, float] = {}
+        whole: dict[int, float] = {}
+        parts = 0.0
         for place in places:
             value, memory = tensor_operands(op)[place], self.lifetimes.memory[tensor_operands(op)[place]]
             share = math.prod(shapes[place]) / max(1, math.prod(type_of(value).shape))
-            found[memory] = max(found.get(memory, 0.0), share * self.lifetimes.whole[memory])
-        return sum(found.values())
+            if self.first_copied[memory] is op:
+                whole[memory] = max(whole.get(memory, 0.0), share * self.lifetimes.whole[memory])
+            else:
+                parts += share * type_of(value).nbytes
+        return sum(whole.values()) + parts
 
     def _sum(self, op: fx.Node, helds: Iterable[Held]) -> np.ndarray:
         """Bytes by choice of tensors, each divided as the tensor of the call that it is like."""
@@ -175,3 +181,15 @@ class OpBytes:
             return tuple(np.array(column, float) for column in zip(*rows, strict=True))
 
         return self.bytes.once((like, types), (choices,), made)
+
+
+def _first_copied(lifetimes: Lifetimes) -> dict[int, fx.Node]:
+    """For each memory the first op whose backward may read a copy of a value on it."""
+    found: dict[int, fx.Node] = {}
+    for op in lifetimes.clock.ops:
+        back = lifetimes.backward.get(op)
+        if back is not None and back.is_apart:
+            for place, value in enumerate(tensor_operands(op)):
+                if place not in back.reads:
+                    found.setdefault(lifetimes.memory[value], op)
+    return found

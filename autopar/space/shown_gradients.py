@@ -135,14 +135,12 @@ class _Builder:
             if until is None:
                 edges.append(self.edge[value, taker])
             maker = value if info(value).kind == "op" else value.args[0]
-            if not lifetimes.is_view[value]:
+            if lifetimes.has_own_gradient(value):
                 break
             if op_name(maker) == "identity":
                 if until is None and lifetimes.has_several_uses(value):  # there another is added to it
                     until = next((last for _, last in lifetimes.sums(value)), None)
-            elif (
-                not (back := lifetimes.backward.get(maker)) or 0 not in back.shows or len(lifetimes.outputs[maker]) > 1
-            ):
+            elif maker not in lifetimes.backward or len(lifetimes.outputs[maker]) > 1:
                 return None
             value, taker = maker.all_input_nodes[0], maker
         return value, tuple(edges), clock.back(maker) if until is None else until

@@ -91,6 +91,8 @@ class SitePieces:
         for port, value in self._ports(op):
             if not self.lifetimes.is_view[value]:
                 self._value(op, port, value)
+            if self.lifetimes.has_own_gradient(value) and type_of(value).requires_grad:
+                self._gradient(op, port, value)
             if op_name(op) == "identity" and type_of(value).requires_grad:
                 self._sums(op, port, value)
         if (besides := self.op_bytes.besides(op)) is not None:
@@ -109,16 +111,18 @@ class SitePieces:
         return [(value.args[1] if info(value).kind == "part" else 0, value) for value in outputs]
 
     def _value(self, op: fx.Node, port: int, value: fx.Node) -> None:
-        """Add a value that an op makes, and its gradient."""
-        type_, end = type_of(value), self.lifetimes.stays(value)
+        """Add a value that an op makes."""
+        end = self.lifetimes.stays(value)
         kind = "saved activations" if end >= self.clock.n else "transients"
-        self._put(kind, op, self._local(op, type_, Tensors(port)), self.clock.at[op], end)
-        if type_.requires_grad:
-            begins = self.clock.mirrored(self.lifetimes.last_use(value))
-            if self.lifetimes.memory[value] in self.lifetimes.taken_over:
-                begins += 1  # it lies there already
-            lies = self._local(op, type_, Tensors(port, of=gradients))
-            self._put("gradients of activations", op, lies, begins, self.clock.back(op))
+        self._put(kind, op, self._local(op, type_of(value), Tensors(port)), self.clock.at[op], end)
+
+    def _gradient(self, op: fx.Node, port: int, value: fx.Node) -> None:
+        """Add the gradient of a value that an op makes."""
+        begins = self.clock.mirrored(self.lifetimes.last_use(value))
+        if self.lifetimes.memory[value] in self.lifetimes.taken_over:
+            begins += 1  # it lies there already
+        lies = self._local(op, type_of(value), Tensors(port, of=gradients))
+        self._put("gradients of activations", op, lies, begins, self.clock.back(op))
 
     def _sums(self, op: fx.Node, port: int, value: fx.Node) -> None:
         """Add the memory of summing the gradients of several uses: the one that comes, and the new sum."""

@@ -122,11 +122,6 @@ class Momentary:
     def nothing(times: int) -> Momentary:
         return Momentary(np.zeros(times), np.zeros(times))
 
-    @staticmethod
-    def of_ops(times: int) -> Momentary:
-        """Leaves what is there while the op of a time runs, as pieces count it, and nothing of what comes before."""
-        return Momentary(np.zeros(times), np.full(times, np.inf))
-
 
 @dataclass(eq=False)
 class Timeline:
@@ -158,8 +153,9 @@ class Timeline:
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
         self._forward = _Forward.of(self)
-        *_, bare = self._step(self.forced, Momentary.of_ops(len(self.held)))
-        self.other: np.ndarray = self.held - self.momentary.temporaries - bare  # bytes of what is in no run, by time
+        *_, bare = self._step(self.forced)
+        # Bytes of what is in no run, by time: where all is saved, the line holds what the pieces say.
+        self.other: np.ndarray = self.held - bare
 
     @staticmethod
     def of(space: Space, picked: Sequence[int], held: np.ndarray, momentary: Momentary) -> Timeline:
@@ -214,11 +210,11 @@ class Timeline:
 
     def under(self, again: frozenset[int], passing: Passing = ()) -> Through:
         """The step in which these runs are recomputed: what runs again, and the bytes at every time."""
-        ran, times, most = self._step(again, self.momentary, passing)
+        ran, times, most = self._step(again, passing)
         return Through(ran, times, most + self.other)
 
     def _step(
-        self, again: frozenset[int], momentary: Momentary, passing: Passing = ()
+        self, again: frozenset[int], passing: Passing = ()
     ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
         """The runs that are repeated, the time of each, and the bytes of all runs at every time."""
         forward, made_by, fixed, until = self._forward, self.made_by, self._forward.fixed, dict(passing)
@@ -254,7 +250,7 @@ class Timeline:
             for i in ran[before:] if until else ():
                 if 2 * self.ops - 1 - time > until.get(i, self.ops):
                     there.difference_update(self.runs[i].makes)
-        return tuple(ran), tuple(came), self._bytes(born, last, lives, work, times, momentary)
+        return tuple(ran), tuple(came), self._bytes(born, last, lives, work, times)
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
         """The runs that have to be repeated for a value, in order, each behind those of its operands."""
@@ -281,7 +277,6 @@ class Timeline:
         lives: Sequence[tuple[int, int, int]],
         work: Sequence[tuple[int, float]],
         times: Sequence[int],
-        momentary: Momentary,
     ) -> np.ndarray:
         """Bytes of the values of all runs, at every time the largest sum while it lasts."""
         count = len(self.runs) + len(times)
@@ -297,8 +292,8 @@ class Timeline:
         starts = np.flatnonzero(np.diff(at, prepend=-1))
         is_op: np.ndarray = np.zeros(count, bool)
         is_op[[*(starts[1:] - 1), count - 1]] = True  # the last of its time
-        own[is_op] += momentary.temporaries[at[is_op]]
-        own[~is_op] -= momentary.made[at[~is_op]]
+        own[is_op] += self.momentary.temporaries[at[is_op]]
+        own[~is_op] -= self.momentary.made[at[~is_op]]
         most = np.zeros(len(self.held))
         most[at[starts]] = np.maximum.reduceat(own, starts)
         return most

@@ -155,6 +155,10 @@ def test_a_plan_that_recomputes_holds_what_it_says(name, share):
         ("experts, all", "free"),  # what an einsum keeps between its products is cut as neither
         ("denoiser", "dp"),  # a CPU's attention is opened; a part of a value keeps all of it
         ("gated recurrence", "zero3"),  # logcumsumexp makes several tensors in backward
+        # one operand of a sum gets the gradient of the sum as it comes, the other one converted from it
+        ("gated recurrence", "megatron"),
+        ("scan in chunks", "free at 60 %"),  # parts of a value have gradients of their own until they are put together
+        ("scan in chunks", "megatron"),  # one head a device: what an einsum copies of several is a view
         ("attention, mask", "megatron"),  # a mask is cut as itself, not as the queries
         ("attention, slopes", "free"),  # a mask of three dims has no fused kernel on a CPU
         ("attention, learned bias", "megatron"),  # a look-up in a part of a table keeps places in it

@@ -12,7 +12,8 @@ import transformers
 
 from autopar import Cluster
 from autopar.graph.graph import Assume, info, op_name
-from autopar.space.saved import saved, saved_bytes
+from autopar.space import backward_kernels
+from autopar.space.saved import layouts, saved, saved_bytes
 from autopar.tracer import ColoTracer
 from tests.zoo.replay import as_call
 from tests.zoo.tables import ZOO
@@ -128,3 +129,18 @@ def test_without_padding_the_declared_graph_computes_the_same(name):
         n.kwargs.get("attn_mask") is not None for n in graph.nodes if op_name(n) == "scaled_dot_product_attention"
     )
     torch.testing.assert_close(graph.module(model)(**kwargs).logits, model(**kwargs).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"), [(NotImplementedError("no kernel"), False), (TypeError("no arrays of meta tensors"), True)]
+)
+def test_a_backward_that_fails_on_meta_tensors_is_told_unless_torch_has_no_kernel_there(
+    error, is_told, monkeypatch, caplog
+):
+    def fails(*_):
+        raise error
+
+    graph = ColoTracer().trace(torch.nn.Linear(4, 4), (torch.randn(2, 4),))
+    monkeypatch.setattr(backward_kernels, "_gradient", fails)
+    assert not backward_kernels.backwards(graph, layouts(graph, "cpu")[2], "cpu")
+    assert ("the backward of linear fails on meta tensors" in caplog.text) is is_told
