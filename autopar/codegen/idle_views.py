@@ -66,7 +66,8 @@ def _the_same(node: fx.Node) -> fx.Node | None:
     if node.target in _RESHAPES and node.meta["val"].shape == before.meta["val"].shape:
         return before
     if node.target in _RESHAPES and _is_without_its_dims(node, before):
-        before.args, before.meta["val"] = before.args[:2], node.meta["val"]
+        before.args = before.args[:2]
+        before.meta["val"] = node.meta["val"]
         return before
     if node.target in _TURNS and before.target in _TURNS and _swapped(node) == _swapped(before):
         value: fx.Node = before.args[0]
