@@ -93,7 +93,7 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
                 node.target = IN_TORCH_OPS.get(node.target, pure(node.target))  # a compiler plans memory itself
             part.recompile()
             held[name] = CompiledRun(part, backend)
-            given = made.call_function(as_list, tuple(copies[i] for i in inputs))  # none stays in a variable of its own
+            given = made.call_function(as_list, tuple(copies[i] for i in inputs))  # The list alone holds them.
             called = made.call_module(name, (given,))
             for k, node in enumerate(outputs):
                 copies[node] = made.call_function(operator.getitem, (called, k))

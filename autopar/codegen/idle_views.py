@@ -28,7 +28,7 @@ def drop_idle_views(half: Half) -> None:
               r = view(s, [4])                                                                # x is of 4 x 4
     after     u = t(w);  c = mm(x, w);  d = mm(z, u);  r = sum(d, [0])
 
-    Two kinds of views stay, for a certificate could not tell without them how a cut value lies: those that change the
+    Two kinds of views stay, because a certificate needs them to tell how a value is cut: those that change the
     shape of the whole tensor, also where the shape of the part stays the same, and views of views. A result of the half
     never becomes another result or an input.
     """

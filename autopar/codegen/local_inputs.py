@@ -55,7 +55,7 @@ def rows_of(graph: Graph, plan: Plan) -> OwnRows:
 
 
 def _check_turns(graph: Graph, parts: int, rows: int) -> None:
-    """Raise a letter where micro-batches of the ranks' own rows would differ from those of the batch.
+    """Raise `NotServed` where micro-batches of the ranks' own rows would differ from those of the batch.
 
     A micro-batch takes some rows of every rank, so an op that depends on the places of rows in the batch would see
     others.
@@ -189,7 +189,7 @@ class Parts:
     def whole(self, named: Mapping[str, Any], structure: pytree.TreeSpec) -> tuple[dict[str, Any], frozenset[str]]:
         """The whole batch's inputs as meta tensors, made from this rank's, and the names of those with rows.
 
-        Raises a letter on every rank where the ranks' inputs do not fit together.
+        Raises an error on every rank where the ranks' inputs do not fit together.
         """
         _refuse_counted_items(named)
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.dim()}

@@ -237,7 +237,8 @@ def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
             result = env[node] = run(node, env)
         for value in result if isinstance(result, (tuple, list)) else (result,):
             step = getattr(value, "grad_fn", None)
-            if step is not None and step not in seen:  # not of an op that hands its operand on
+            # A step seen before belongs to the op that made the operand, which this op only hands on.
+            if step is not None and step not in seen:
                 seen.add(step)
                 step.register_prehook(functools.partial(_say, place))
     return [env[n] for n in segment.leaves]
