@@ -28,7 +28,7 @@ from autopar.sharding.strategies import Strategy
 from autopar.space.small_calls import DRAWS, Draw, drawn, filled, shrunk, small_sizes
 from autopar.space.trial import DEVICES, CannotRun, Devices, Placements, Run, Trial, lies, placements_of, tupled
 
-MOST = 400  # assignments of placements that are tried for an op of a graph
+MOST = 400  # At most this many assignments of placements are tried for an op of a graph.
 
 
 def universe(trial: Trial, devices: Sequence[int] = DEVICES) -> set[Strategy]:
@@ -69,7 +69,8 @@ def _backward(devices: Devices, run: Run, pulled: Placements) -> Iterator[Strate
         return
     options = []
     for k, position in enumerate(devices.trained):
-        placement, local = run.operands[position], [f[k] for f in found]
+        placement = run.operands[position]
+        local = [f[k] for f in found]
         ways = [placement] if placement.is_shard else [R, P()]
         options.append([p for p in ways if lies(local, p, devices.gradients[k])])
     for chosen in itertools.product(*options):
@@ -153,7 +154,7 @@ def _drawn(call: WrittenCall, draw: Draw) -> set[Strategy] | None:
         if not _is_of(tupled(trial.run(trial.operands)), call.outputs, small):
             return set()
         return universe(trial)
-    except Exception:  # it does not run on these numbers
+    except Exception:  # an op may reject random numbers in any way
         return None
 
 
