@@ -483,8 +483,11 @@ def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.No
     with graph.inserting_before(node):
         if read is not None:
             places = [r.args[1] for r in read]
-            tensors, *numbers = ([given[i] for i in places] for given in (tensors, *numbers))
-            return _begin(graph, kind, tensors, axis, *numbers)
+
+            def of_read(row: Sequence[Any]) -> list[Any]:
+                return [row[i] for i in places]
+
+            return _begin(graph, kind, of_read(tensors), axis, *map(of_read, numbers))
         return _begin(graph, kind, [tensors], axis, *numbers_of([node]))
 
 
