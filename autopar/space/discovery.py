@@ -46,13 +46,18 @@ def _strategies(devices: Devices) -> Iterator[Strategy]:
             except CannotRun:
                 continue
             ends = zip(devices.expected, outs, strict=True)
-            if not all(lies([r[j].detach() for r in run.results], o, e.detach()) for j, (e, o) in enumerate(ends)):
+            if not all(lies(_parts(run, j), o, e.detach()) for j, (e, o) in enumerate(ends)):
                 continue
             if not devices.flows_back:
                 yield Strategy(_by_convention(placements), _by_convention(outs))
                 continue
             for pulled in itertools.product(*map(_cotangent_placements, outs, devices.expected)):
                 yield from _backward(devices, run, pulled)
+
+
+def _parts(run: Run, j: int) -> list[Tensor]:
+    """Result `j` of a run on each device, without its autograd history."""
+    return [results[j].detach() for results in run.results]
 
 
 def _cotangent_placements(out: Placement, expected: Tensor) -> Placements:

@@ -58,8 +58,8 @@ def looked_inside(run: Callable[[], Any], is_python: bool) -> tuple[float, str]:
         with _Inside(fill) as inside:
             again.append([t.detach() for t in tupled(run())])
         dtypes_inside |= inside.dtypes
-    dtypes = {t for t in dtypes_inside.union(r.dtype for r in results) if t.is_floating_point}
-    tolerance = max((TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=0.0)
+    dtypes = dtypes_inside.union(r.dtype for r in results)
+    tolerance = max((TOLERANCE.get(dtype, _COARSE) for dtype in dtypes if dtype.is_floating_point), default=0.0)
     if not is_python:  # dtypes inside compiled code are unknown
         tolerance = max(tolerance, TOLERANCE[torch.float32])
     for one, other in itertools.chain(zip(results, again[0], strict=True), zip(*again, strict=True)):

@@ -28,8 +28,8 @@ class Schedule:
 
     of: tuple[int, ...]  # op -> the window that it stands in
     spans: tuple[Span, ...]  # window -> its ops
-    # window -> the last op that reads a parameter and whose backward reads a copy that was gathered again. Ops that run
-    # in chunks do not count: one copy serves their forward and backward.
+    # window -> the last op that reads a parameter and whose backward reads a copy that was gathered again. No op that
+    # runs in chunks counts: one copy serves its forward and backward.
     ends: tuple[int, ...]
     # parameter -> the first op that reads anything of its bucket, and the last whose backward does. The bucket is the
     # one in which the parameter moves when no window's compute runs at the same time.
