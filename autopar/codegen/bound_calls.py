@@ -87,6 +87,9 @@ def by_bindings(graph: fx.Graph) -> None:
         if node.target in _FUNCTIONS:
             node.target = _FUNCTIONS[node.target]
         elif node.target is TO_COPY and set(node.kwargs) <= {"dtype", "memory_format"}:
-            node.op, node.target, node.kwargs = "call_method", "to", {**node.kwargs, "copy": True}
+            node.op = "call_method"
+            node.target = "to"
+            node.kwargs = {**node.kwargs, "copy": True}
         elif node.target in _METHODS and isinstance(node.args[0], fx.Node):
-            node.op, node.target = "call_method", _METHODS[node.target]
+            node.op = "call_method"
+            node.target = _METHODS[node.target]

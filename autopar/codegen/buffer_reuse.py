@@ -28,7 +28,7 @@ def write_over(half: Half) -> None:
     if not able:
         return
     place = {node: i for i, node in enumerate(half.graph.nodes)}
-    read: dict[fx.Node, list[fx.Node]] = {}  # of each memory, the nodes that read it or show it
+    read: dict[fx.Node, list[fx.Node]] = {}  # nodes that read or show a memory, by its owner
     for node in half.graph.nodes:
         read.setdefault(buffer_of(node), []).extend(node.users)
     for node, twin in able:

@@ -18,7 +18,7 @@ COPIES = frozenset({TO_COPY, torch.ops.aten.clone.default})
 def is_view(node: fx.Node) -> bool:
     """Whether the node is a view, so that its result shares memory with its operand."""
     target = node.target
-    if target is UNSAFE_VIEW:  # its schema says fresh; it shows its operand's memory
+    if target is UNSAFE_VIEW:  # the schema says fresh, but it shows its operand's memory
         return True
     return isinstance(target, OpOverload) and any(r.alias_info is not None for r in target._schema.returns)
 
@@ -58,7 +58,8 @@ def own(graph: fx.Graph, gradients: Sequence[fx.Node | None], others: Iterable[f
 
     Gradients that are not contiguous are copied as well. None stays None.
     """
-    seen, found = {buffer_of(n) for n in others}, list[fx.Node | None]()
+    seen = {buffer_of(n) for n in others}
+    found = list[fx.Node | None]()
     for value in gradients:
         if value is not None:
             fake = value.meta["val"]

@@ -31,7 +31,8 @@ from autopar.runtime.private import TO_COPY
 
 _ATEN = torch.ops.aten
 CHUNK, UNCHUNK = torch.ops.autopar.chunk.default, torch.ops.autopar.unchunk.default
-ADDED_UP, SEED = torch.ops.autopar.added_up.default, torch.ops.autopar.seed.default
+ADDED_UP = torch.ops.autopar.added_up.default
+SEED = torch.ops.autopar.seed.default
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -96,9 +97,8 @@ class _Region:
                 forward[node] = None
             elif node.target is SEED or (varies and not is_whole and _comes_of(node, region, backward)):
                 backward[node] = None
-            elif (
-                is_whole or varies
-            ):  # what is converted behind a chunk's gradient is converted once, as are its readers
+            elif is_whole or varies:
+                # A conversion behind a chunk's gradient runs once for all chunks, and so do its readers.
                 late.add(node)
         outside = (u for n in forward for u in n.users if u not in forward and u not in backward and u not in totals)
         assert not any(u in late for u in outside), "rows of a chunk are read behind all chunks"
@@ -107,9 +107,12 @@ class _Region:
         return _Region(totals, list(forward), list(backward), seeds[0] if seeds else None, chunks.pop())
 
     def write_out(self, joint: JointGraph) -> None:
-        """Insert a copy of the region per chunk before the first sum, and replace sums and gradients by totals."""
-        graph, inside, place_of_all = joint.graph, {*self.forward, *self.backward}, self.totals[0]
-        reading = [n for n in (*self.forward, *self.backward) if n.target is not SEED]  # its operand arrives behind
+        """Copy the region once per chunk before the first sum; replace sums and gradients by totals."""
+        graph = joint.graph
+        inside = {*self.forward, *self.backward}
+        place_of_all = self.totals[0]
+        # The seed's operand arrives only in backward, so it cannot move.
+        reading = [n for n in (*self.forward, *self.backward) if n.target is not SEED]
         _move_before(place_of_all, (a for n in reading for a in n.all_input_nodes if a not in inside))
         ends = [n for n in self.backward if not inside.issuperset(n.users)]
         numbers = [n for total in self.totals for n in total.all_input_nodes]
@@ -207,11 +210,14 @@ def _rows(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
     """Slice the rows of chunk `place` out of every block of `size` rows, as a contiguous tensor."""
     x, dim, chunks, size = node.args
     assert isinstance(x, fx.Node) and isinstance(dim, int) and isinstance(chunks, int) and isinstance(size, int)
-    shape, step = list(x.meta["val"].shape), size // chunks
+    shape = list(x.meta["val"].shape)
+    step = size // chunks
     blocks = shape[dim] // size
-    value, along = x, dim
+    value = x
+    along = dim
     if blocks > 1:
-        value, along = _call(graph, _ATEN.view.default, x, [*shape[:dim], blocks, size, *shape[dim + 1 :]]), dim + 1
+        value = _call(graph, _ATEN.view.default, x, [*shape[:dim], blocks, size, *shape[dim + 1 :]])
+        along = dim + 1
     value = _call(graph, _ATEN.slice.Tensor, value, along, place * step, (place + 1) * step)
     value = _call(graph, _ATEN.clone.default, value, memory_format=torch.contiguous_format)
     return _call(graph, _ATEN.view.default, value, list(node.meta["val"].shape)) if blocks > 1 else value
@@ -221,7 +227,8 @@ def _side_by_side(graph: fx.Graph, node: fx.Node, parts: Sequence[fx.Node]) -> f
     """Concatenate the rows of all chunks in their original order."""
     _, dim, chunks, size = node.args
     assert isinstance(dim, int) and isinstance(chunks, int) and isinstance(size, int)
-    shape, step = list(node.meta["val"].shape), size // chunks
+    shape = list(node.meta["val"].shape)
+    step = size // chunks
     blocks = shape[dim] // size
     if blocks == 1:
         return _call(graph, _ATEN.cat.default, list(parts), dim)

@@ -18,7 +18,7 @@ from autopar.kernels.buffer_reuse import pure
 from autopar.runtime.private import FREEING, TRACING, OpOverload, clean_room, compiled_freeing
 from autopar.runtime.random import IN_TORCH_OPS
 
-_WORTH = 2  # ops, from which on a run of them is compiled
+_WORTH = 2  # A run of at least this many ops is compiled.
 _AUTOCAST = ("cpu", "cuda")  # kinds of devices that may cast
 
 
@@ -31,7 +31,8 @@ class CompiledRun(torch.nn.Module):
 
     def __init__(self, part: fx.GraphModule, backend: str) -> None:
         super().__init__()
-        self.part, self.backend = part, backend
+        self.part = part
+        self.backend = backend
         self._call: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
 
     def forward(self, given: list[Tensor]) -> Sequence[Tensor]:
@@ -70,7 +71,8 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
     before    a = mm(x, w);  b = gelu(a);  c = all_reduce(b, axis);  d = mul(c, c);  e = add(d, c)
     after     b = run_0([x, w])[0];  c = all_reduce(b, axis);  e = run_1([c])[0]
     """
-    source, made = module.graph, fx.Graph()
+    source = module.graph
+    made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     held: dict[str, object] = {str(n.target): getattr(module, str(n.target)) for n in source.find_nodes(op="get_attr")}
     run: list[fx.Node] = []
@@ -91,7 +93,7 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
                 node.target = IN_TORCH_OPS.get(node.target, pure(node.target))  # a compiler plans memory itself
             part.recompile()
             held[name] = CompiledRun(part, backend)
-            given = made.call_function(as_list, tuple(copies[i] for i in inputs))  # none stays in a variable of its own
+            given = made.call_function(as_list, tuple(copies[i] for i in inputs))  # The list alone holds them.
             called = made.call_module(name, (given,))
             for k, node in enumerate(outputs):
                 copies[node] = made.call_function(operator.getitem, (called, k))

@@ -28,7 +28,7 @@ def drop_idle_views(half: Half) -> None:
               r = view(s, [4])                                                                # x is of 4 x 4
     after     u = t(w);  c = mm(x, w);  d = mm(z, u);  r = sum(d, [0])
 
-    Two kinds of views stay, for a certificate could not tell without them how a cut value lies: those that change the
+    Two kinds of views stay, because a certificate needs them to tell how a value is cut: those that change the
     shape of the whole tensor, also where the shape of the part stays the same, and views of views. A result of the half
     never becomes another result or an input.
     """
@@ -66,7 +66,8 @@ def _the_same(node: fx.Node) -> fx.Node | None:
     if node.target in _RESHAPES and node.meta["val"].shape == before.meta["val"].shape:
         return before
     if node.target in _RESHAPES and _is_without_its_dims(node, before):
-        before.args, before.meta["val"] = before.args[:2], node.meta["val"]
+        before.args = before.args[:2]
+        before.meta["val"] = node.meta["val"]
         return before
     if node.target in _TURNS and before.target in _TURNS and _swapped(node) == _swapped(before):
         value: fx.Node = before.args[0]

@@ -8,12 +8,15 @@ import torch
 import torch.fx as fx
 
 CONVERT = torch.ops.autopar.convert.default
-# entries of a node's `meta`: name of the op of the local program that it computes, or whose backward it is; whether
-# that op is a conversion; whether backward recomputes it, and the place in forward that wants it then
-OP, BACK, CONVERTED, RECOMPUTED, WANTED = "op", "backward", "converted", "recomputed", "wanted"
-# of the sum that ends a chunked region: the ops of the local program that run once per chunk; of a gradient: forward
-# makes it, and backward scales it by the gradient that arrives
-REGION, EARLY = "region", "early"
+
+# Keys of a node's `meta`. Names of ops are those of the local program.
+OP = "op"  # name of the op that the node computes
+BACK = "backward"  # name of the op whose backward the node belongs to
+CONVERTED = "converted"  # whether that op is a conversion
+RECOMPUTED = "recomputed"  # whether backward recomputes the node
+WANTED = "wanted"  # place in forward whose backward wants the recomputed node
+REGION = "region"  # names of the ops that run once per chunk, on the sum that ends their region
+EARLY = "early"  # whether forward makes this gradient, so that backward only scales it by the arriving one
 
 
 @dataclass(slots=True, eq=False)
@@ -28,15 +31,13 @@ class JointGraph:
     wanted: list[int]  # primals that want a gradient
     differentiable: tuple[int, ...]
     inputs: int  # number of primals that are inputs; their gradients go to the caller only
-    whole: dict[fx.Node, int] = field(default_factory=dict)  # of each parameter the bytes of all its parts
+    whole: dict[fx.Node, int] = field(default_factory=dict)  # bytes of all parts of each parameter
     alone: set[fx.Node] = field(default_factory=set)  # parameters whose gradients share no bucket
-    # of each parameter the conversions and views through which all its readers get it, by their names
+    # Names of the conversions and views through which all readers of a parameter get it.
     ways: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     reduced_at_once: set[fx.Node] = field(default_factory=set)  # parameters whose gradients never wait
-    held: list[fx.Node | None] = field(
-        default_factory=list
-    )  # for each gradient of a parameter, the value that micro-batches accumulate,
-    cuts: list[fx.Node | None] = field(default_factory=list)  # and the node of it that leads on to that gradient
+    held: list[fx.Node | None] = field(default_factory=list)  # values that micro-batches accumulate, one per gradient
+    cuts: list[fx.Node | None] = field(default_factory=list)  # the same values before `own_gradients` copies any
 
     def write_output(self) -> None:
         """Write outputs and gradients into the graph's output node, after a pass has changed these lists."""
@@ -47,7 +48,9 @@ class JointGraph:
         """Read outputs and gradients back from the graph's output node, after a pass has replaced nodes."""
         values = list(self.graph.output_node().args[0])
         first, last = len(self.outputs), len(self.outputs) + len(self.gradients)
-        self.outputs, self.gradients, self.held = values[:first], values[first:last], values[last:]
+        self.outputs = values[:first]
+        self.gradients = values[first:last]
+        self.held = values[last:]
 
     def text(self) -> str:
         """The graph as readable Python."""

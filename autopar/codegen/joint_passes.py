@@ -20,7 +20,8 @@ from autopar.space.windows import BUCKET, buckets
 
 START = torch.ops.autopar.start.default
 _GATHERING = ("all_gather", "all_to_all")  # along the first of their dims
-_TURN, _COPY = torch.ops.aten.transpose.int, torch.ops.aten.clone.default
+_TURN = torch.ops.aten.transpose.int
+_COPY = torch.ops.aten.clone.default
 
 
 def write_out_conversions(joint: JointGraph) -> None:
@@ -36,7 +37,7 @@ def write_out_conversions(joint: JointGraph) -> None:
         before = node.prev
         with joint.graph.inserting_before(node):
             value = _written_out(joint.graph, node)
-        while (before := before.next) is not node:  # its steps inherit its marks
+        while (before := before.next) is not node:  # the conversion's steps inherit its marks
             before.meta.update((key, node.meta[key]) for key in (OP, BACK, CONVERTED) if key in node.meta)
         read_instead(node, value)
         joint.graph.erase_node(node)
@@ -55,7 +56,8 @@ def _written_out(graph: fx.Graph, node: fx.Node) -> fx.Node:
         numbers = [number for dim in step.dims for number in dim]
         value = graph.call_function(STEPS[step.kind], (value, step.axis, *numbers))
         value.meta["val"] = node.meta["val"] if step is way[-1] else node.meta["val"].new_empty(shape)
-    if value is node.args[0]:  # what follows was traced on memory order
+    if value is node.args[0]:
+        # No step made the value contiguous, but later ops were traced on a contiguous one.
         value = _in_memory_order(graph, value, node)
     return value
 
@@ -77,7 +79,8 @@ def _shapes_on(way: Sequence[LocalStep], given: Sequence[int], made: Sequence[in
 
 def _cast(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Insert a cast whose result is contiguous."""
-    given, how = value.meta["val"], {"dtype": dtype}
+    given = value.meta["val"]
+    how = {"dtype": dtype}
     if not given.is_contiguous():
         how["memory_format"] = torch.contiguous_format
     made = graph.call_function(TO_COPY, (value,), how)
@@ -135,8 +138,9 @@ def join_sums_of_numbers(joint: JointGraph) -> None:
     """
     alone = {node for i, gradient in zip(joint.wanted, joint.gradients) for node in _steps_of(joint, i, gradient)}
     alone |= {buffer_of(output) for output in joint.outputs}  # a caller may write to an output in place
-    groups: dict[Any, list[list[list[fx.Node]]]] = {}  # by axes and dtype: chains that share messages
-    backward = set(joint.tangents)  # and what depends on them: it shares no message with forward
+    groups: dict[Any, list[list[list[fx.Node]]]] = {}  # chains that share messages, by axes and dtype
+    # Nodes that depend on tangents share no message with forward.
+    backward = set(joint.tangents)
     for node in joint.graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
@@ -200,7 +204,7 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     """
     waits = {g for g, held in zip(joint.gradients, joint.held, strict=True) if held is not g}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
-    whole: dict[fx.Node, int] = {}  # of each gradient, bytes of its whole parameters
+    whole: dict[fx.Node, int] = {}  # bytes of each gradient's whole parameters
     alone = set[fx.Node]()
     for i, g in zip(joint.wanted, joint.gradients, strict=True):
         if g is not None and i >= joint.inputs:
@@ -213,8 +217,9 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
         if node in gradient and gradient[node] not in alone:
-            way, of = _way_to(node), gradient[node]
-            # a gradient that is cut after its reduction is much larger before it: it waits for one bucket at most
+            way = _way_to(node)
+            of = gradient[node]
+            # A gradient that is cut after its reduction is much larger before it, so it waits for one bucket at most.
             key = of in waits, _ways_alike(way), full[of] if behind[node] else -1
             waiting.setdefault(key, []).append(way)
     for ways in waiting.values():
@@ -228,20 +233,25 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
 
 
 def _behind_reductions(joint: JointGraph, gradients: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The end of the way on which each gradient that nothing else reads is reduced, with the steps from it."""
+    """The local steps behind the last communicating step of each gradient, by that step.
+
+    Left out are gradients that no reduction makes, and those that another node reads.
+    """
     left = [_since_moved(g) for g in gradients if set(g.users) == {joint.graph.output_node()}]
     return {end: steps for end, *steps in filter(None, left) if _way_to(end)}
 
 
 def _closing(made: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """The bucket number of each gradient, if all of them, in this order, shared one sequence of buckets."""
-    return {made[k]: i for i, places in enumerate(buckets([sizes[g] for g in made], BUCKET)) for k in places}
+    filled = buckets([sizes[g] for g in made], BUCKET)
+    return {made[k]: i for i, places in enumerate(filled) for k in places}
 
 
 def _since_moved(gradient: fx.Node) -> list[fx.Node]:
-    """The last step that communicates on the way to a gradient, and the steps behind it, in order; empty without one.
+    """The last communicating step that leads to a gradient, and the local steps behind it.
 
-    All steps belong to the parameter's own conversion: a reduction inside an op is not delayed for a bucket.
+    The list is empty if no step communicates. All steps belong to the parameter's own conversion: a reduction inside an
+    op is not delayed for a bucket.
     """
     steps = [gradient]
     while steps[0].target not in _MOVES:
@@ -252,7 +262,7 @@ def _since_moved(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _way_to(end: fx.Node) -> list[fx.Node]:
-    """The chain of steps over several axes that ends at this one, from a reduction on: those of one conversion.
+    """The chain of one conversion's steps over several axes, from its first reduction to `end`.
 
     What stands between two conversions may be left out on some ranks, so that their steps may only seem to meet.
     """
@@ -278,14 +288,16 @@ def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: f
     if len(ways) < 2:
         return last
     parts: list[Any] = [way[0].args[0] for way in ways]
-    for nodes in zip(*ways, strict=True):  # on one axis after the other
+    for nodes in zip(*ways, strict=True):  # one message for each axis of the chains
         target: Any = nodes[0].target
         with graph.inserting_after(last):
             given = (parts, nodes[0].args[1], *numbers_of(nodes))
             last = together = graph.call_function(STEPS[f"{target.__name__}_bucket"], given)
-        together.meta["val"], parts = [n.meta["val"] for n in nodes], []
+        together.meta["val"] = [n.meta["val"] for n in nodes]
+        parts = []
         if BACK in nodes[-1].meta:
-            together.meta[BACK] = nodes[-1].meta[BACK]  # by which what is recomputed for it finds its place
+            # `recompute_late` finds the place of recomputed nodes by this mark.
+            together.meta[BACK] = nodes[-1].meta[BACK]
         for i, node in enumerate(nodes):
             with graph.inserting_after(last):
                 last = graph.call_function(operator.getitem, (together, i))
@@ -306,7 +318,8 @@ def own_gradients(joint: JointGraph) -> None:
     """
     buffers = (*joint.primals, *joint.tangents, *joint.outputs)
     joint.cuts = list(joint.held)
-    joint.gradients, joint.held = own(joint.graph, joint.gradients, buffers), own(joint.graph, joint.held, buffers)
+    joint.gradients = own(joint.graph, joint.gradients, buffers)
+    joint.held = own(joint.graph, joint.held, buffers)
     joint.write_output()
 
 
@@ -325,7 +338,8 @@ def turn_queries(joint: JointGraph) -> None:
         copies = [(o, t, y) for o, t in turned for y in t.users if y.target is _COPY]
         if not copies or node.args[0].meta["val"].transpose(1, 2).is_contiguous():
             continue
-        query, value = node.args[0], node.args[0]
+        query = node.args[0]
+        value = node.args[0]
         for target, more in ((_TURN, (1, 2)), (_COPY, ()), (_TURN, (1, 2))):
             how = {} if more else {"memory_format": torch.contiguous_format}
             with joint.graph.inserting_before(node):

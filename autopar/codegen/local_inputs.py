@@ -43,9 +43,11 @@ def rows_of(graph: Graph, plan: Plan) -> OwnRows:
         alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*paths, strict=False))
         common = tuple(a for a, *_ in alike)
         if paths and len(common) > len(axes):
-            axes, rows = common, type_of(graph.inputs[name]).shape[0]
+            axes = common
+            rows = type_of(graph.inputs[name]).shape[0]
     having = [name for name, node in graph.inputs.items() if rows is not None and type_of(node).shape[:1] == (rows,)]
-    targets = {graph.inputs[name].target for name in having}  # of which turns may also have all rows
+    # With micro-batches, one target may stand for two inputs: the rows of one turn, and all rows.
+    targets = {graph.inputs[name].target for name in having}
     also = [name for name, node in graph.inputs.items() if having and node.target in targets]
     if axes and graph.turns > 1:
         _check_turns(graph, math.prod(plan.mesh.shape[a] for a in axes), rows or 0)
@@ -53,7 +55,7 @@ def rows_of(graph: Graph, plan: Plan) -> OwnRows:
 
 
 def _check_turns(graph: Graph, parts: int, rows: int) -> None:
-    """Raise a letter where micro-batches of the ranks' own rows would differ from those of the batch.
+    """Raise `NotServed` where micro-batches of the ranks' own rows would differ from those of the batch.
 
     A micro-batch takes some rows of every rank, so an op that depends on the places of rows in the batch would see
     others.
@@ -87,7 +89,8 @@ def from_rows(axes: Sequence[int], steps: Sequence[Step]) -> tuple[Step, ...]:
     """
     there = cut_rows(steps)
     agree = next((i for i, (a, b) in enumerate(zip(axes, there, strict=False)) if a != b), min(len(axes), len(there)))
-    rest, done = list(steps), 0
+    rest = list(steps)
+    done = 0
     while done < agree:
         rest.remove(next(s for s in rest if s.kind == "slice" and s.dim == 0 and s.axis == axes[done]))
         done += 1
@@ -162,8 +165,8 @@ class Parts:
         self.mesh = plan.mesh
         self.device = device
         self.axes = tuple(axes)
-        self.known = frozenset(known)  # names of the leaves of the first call,
-        self.names = frozenset(cut)  # and of those that have rows
+        self.known = frozenset(known)  # names of the leaves of the first call
+        self.names = frozenset(cut)  # names of the leaves that have rows
         self.sharding = sharding_of_rows(axes, plan.mesh)
 
     @property
@@ -177,7 +180,8 @@ class Parts:
 
     def index(self, rank: int) -> int:
         """Number of the part of the rows that a rank passes."""
-        here, found = self.mesh.coordinate(rank), 0
+        here = self.mesh.coordinate(rank)
+        found = 0
         for a in self.axes:
             found = found * self.mesh.shape[a] + here[a]
         return found
@@ -185,12 +189,13 @@ class Parts:
     def whole(self, named: Mapping[str, Any], structure: pytree.TreeSpec) -> tuple[dict[str, Any], frozenset[str]]:
         """The whole batch's inputs as meta tensors, made from this rank's, and the names of those with rows.
 
-        Raises a letter on every rank where the ranks' inputs do not fit together.
+        Raises an error on every rank where the ranks' inputs do not fit together.
         """
         _refuse_counted_items(named)
         tensors = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.dim()}
         rows = self._rows_of(tensors)
-        has_rows = self.names  # of an input that the first call did not have, its size says
+        has_rows = self.names
+        # An input that the first call did not have is taken to have rows if its size says so.
         if self.axes:
             has_rows |= {n for n, t in tensors.items() if n not in self.known and len(t) == rows}
         cut = frozenset(n for n in tensors if n in has_rows)
@@ -232,12 +237,12 @@ class Parts:
         return mine.pop() if len(mine) == 1 else -1
 
     def _total(self, counts: Sequence[int]) -> int:
-        """Number of rows of the whole batch; raises `BadInput` if the ranks' rows are no parts of one batch."""
+        """Number of rows of the whole batch; raises `BadInput` if the ranks' rows do not make up one batch."""
         total = sum({self.index(r): n for r, n in enumerate(counts)}.values())
         due = [local_shape((total,), self.sharding, self.mesh, self.mesh.coordinate(r))[0] for r in range(len(counts))]
         if self.axes and (list(counts) != due or 0 in counts):
             raise BadInput(
-                f"ranks pass {counts} rows, which are no parts of one batch",
+                f"ranks pass {counts} rows, which do not make up one batch",
                 seen=f"{self.text} of {total} rows",
                 advice="some for every rank" if 0 in due else f"{due}, as torch.chunk and model.sampler give them",
             )

@@ -19,7 +19,7 @@ from autopar.codegen.buffers import own, read_instead
 from autopar.runtime.collectives import PACK, STEPS
 
 _BUCKETS = [step for name, step in STEPS.items() if name.endswith("_bucket")]
-_MESSAGES = frozenset((*PACK.values(), *_BUCKETS))  # of several tensors
+_MESSAGES = frozenset((*PACK.values(), *_BUCKETS))  # collectives that carry several tensors
 
 
 def for_arrived(backward: fx.Graph, arrived: Sequence[bool]) -> fx.Graph:
@@ -51,9 +51,9 @@ class _Cut:
 
     def __init__(self, graph: fx.Graph, given: Sequence[fx.Node], missing: Sequence[fx.Node]) -> None:
         self.graph = graph
-        self.led_to = set(given)  # values computed from output gradients,
-        self.empty = set(missing)  # and those of them computed from missing ones alone
-        self.places: dict[fx.Node, dict[int, int]] = {}  # of each bucket that lost tensors: old place -> new place
+        self.led_to = set(given)  # values computed from output gradients
+        self.empty = set(missing)  # values computed from missing output gradients alone
+        self.places: dict[fx.Node, dict[int, int]] = {}  # new places by old places, per bucket that lost tensors
 
     def op(self, node: fx.Node) -> None:
         """Keep, drop or rewrite one op, after all its operands."""
@@ -79,7 +79,7 @@ class _Cut:
     def _after_message(self, node: fx.Node, message: fx.Node) -> None:
         """Renumber a node that reads a bucket after tensors left it: a later step, or one of its tensors."""
         places = self.places[message]
-        if node.target is not operator.getitem:  # the message on its way
+        if node.target is not operator.getitem:  # a later step of the same message
             self.places[node] = places
         elif node.args[1] in places:
             node.args = (node.args[0], places[node.args[1]])

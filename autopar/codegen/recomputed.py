@@ -50,7 +50,8 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
     if not plan.recomputed:
         return NOTHING
     kind = "cpu" if device == "cpu" else "cuda"
-    views, nodes = _views(graph, kind), [n for n in program.fx.nodes if n.op == "call_function"]
+    views = _views(graph, kind)
+    nodes = [n for n in program.fx.nodes if n.op == "call_function"]
     places = {node.name: place for place, node in enumerate(nodes)}
     found: dict[fx.Node, None] = {}
     for node in nodes:
@@ -59,8 +60,10 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
         follows = about.kind == "part" or about.key in views
         if is_named or (follows and any(operand in found for operand in node.all_input_nodes)):
             found[node] = None
-    # a kernel remakes what stands between its ends, from its operands
-    keeps = _keeps(graph, kind) | {n.name: {a.name for a in n.all_input_nodes} for n in nodes if is_kernel(n)}
+    keeps = _keeps(graph, kind)
+    # A kernel recomputes its inner values from its operands, so its backward reads all of these.
+    for kernel in filter(is_kernel, nodes):
+        keeps[kernel.name] = {operand.name for operand in kernel.all_input_nodes}
     demands = _Demands(nodes, found, keeps, _Passing.of(graph, nodes, found, views, plan.passing))
     wanted = demands.places()
     exchanged = frozenset(n.name for n in wanted if info(n).kind == "conversion")
@@ -72,7 +75,7 @@ class _Passing:
     """Values that are made in passing, and the times of ops; conversions and parts have the times of their ops."""
 
     times: Mapping[fx.Node, int]
-    until: Mapping[fx.Node, int]  # by node: made in passing for the backward of ops later than this time
+    until: Mapping[fx.Node, int]  # a node is made in passing for the backward of ops later than this
 
     @staticmethod
     def of(
@@ -84,9 +87,11 @@ class _Passing:
     ) -> _Passing:
         if not passing:
             return _Passing({}, {})
-        at = {info(n).key: time for time, n in enumerate(n for n in graph.nodes if info(n).kind == "op")}
-        times, time = dict[fx.Node, int](), len(at)
-        for node in reversed(nodes):  # what is no op of the graph, as a conversion, has the time of the next
+        ops = [n for n in graph.nodes if info(n).kind == "op"]
+        at = {info(op).key: time for time, op in enumerate(ops)}
+        times = dict[fx.Node, int]()
+        time = len(at)
+        for node in reversed(nodes):  # a node that is not an op of the graph has the time of the next op
             about = info(node)
             time = next((at[name] for name in (about.key, *about.names) if name in at), time)
             times[node] = time
@@ -95,7 +100,8 @@ class _Passing:
         for node in found:
             about = info(node)
             named = [at[passing[name]] for name in (about.key, *about.names) if name in passing]
-            if not named and (about.kind == "part" or about.key in views):  # it goes with what it shows
+            # A view and a part are made in passing exactly where their operand is.
+            if not named and (about.kind == "part" or about.key in views):
                 named = [until[operand] for operand in node.all_input_nodes if operand in until]
             if named:
                 until[node] = min(named)
@@ -122,7 +128,8 @@ class _Demands:
         wanted: dict[fx.Node, list[int]] = {}
         there = set[fx.Node]()
         for place in range(len(self.nodes) - 1, -1, -1):
-            op, made = self.nodes[place], list[fx.Node]()
+            op = self.nodes[place]
+            made = list[fx.Node]()
             for node in self._asked(op):
                 made += self._chain(node, there)
             for node in made:
@@ -141,7 +148,8 @@ class _Demands:
 
     def _chain(self, node: fx.Node, there: set[fx.Node]) -> list[fx.Node]:
         """The nodes to recompute for one node, operands first, itself last; all are added to `there`."""
-        made, pending = list[fx.Node](), [node]
+        made = list[fx.Node]()
+        pending = [node]
         while pending:
             if pending[-1] in there:
                 pending.pop()
@@ -157,16 +165,20 @@ class _Demands:
 
 def _keeps(graph: Graph, kind: str) -> dict[str, set[str]]:
     """Names of the values that the backward of each op reads on a kind of device, by the op's name."""
-    ops = [n for n in graph.nodes if info(n).kind == "op"]
-    return {op.name: {value.name for value in kept_by(op, kind, emitted=True)[0]} for op in ops}
+    found: dict[str, set[str]] = {}
+    for op in graph.nodes:
+        if info(op).kind == "op":
+            values, _ = kept_by(op, kind, emitted=True)
+            found[op.name] = {value.name for value in values}
+    return found
 
 
 def _views(graph: Graph, kind: str) -> set[str]:
     """Keys of the ops all of whose results share memory with an operand."""
     memory = memories(graph, kind)
-    ops = [n for n in graph.nodes if info(n).kind == "op"]
-    return {
-        info(op).key
-        for op in ops
-        if all(any(memory[value] == memory[a] for a in op.all_input_nodes) for value in walks.results(op))
-    }
+
+    def is_view(op: fx.Node) -> bool:
+        operands = {memory[a] for a in op.all_input_nodes}
+        return all(memory[value] in operands for value in walks.results(op))
+
+    return {info(op).key for op in graph.nodes if info(op).kind == "op" and is_view(op)}

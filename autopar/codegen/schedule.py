@@ -2,9 +2,9 @@
 
 Each pass has a before and an after; none changes what is computed.
 
-    repeat_in_passing   what is recomputed in passing comes once for each place that wants it
-    recompute_late      what is recomputed stands where it is first read
-    fetch_late          what is made of a parameter alone stands where it is first read
+    repeat_in_passing   nodes that are recomputed in passing are copied once for each place that wants them
+    recompute_late      recomputed nodes move down to their first reader
+    fetch_late          nodes made of a parameter alone move down to their first reader
     gather_ahead        the gathers of a window travel together, and begin where the window beside which they move
                         begins
     reduce_beside       reductions of gradients begin where they stand, and go on or end where the next begins or where
@@ -65,11 +65,11 @@ class Half:
     """Forward or backward of a training step, while its collectives are scheduled."""
 
     graph: fx.Graph
-    reads: Mapping[str, Read]  # of each parameter, by the name of its placeholder
+    reads: Mapping[str, Read]  # keyed by the names of the parameters' placeholders
     is_backward: bool
     kept: Mapping[str, Read] = field(default_factory=dict)  # placeholders of parameters that are kept from forward
-    recomputed: Recomputed = NOTHING  # what backward makes again, and where that is wanted
-    outputs: int | None = None  # of forward, how many of its results leave the step; the others are saved
+    recomputed: Recomputed = NOTHING  # nodes that backward recomputes, and the places that want them
+    outputs: int | None = None  # number of forward's results that the caller gets; the others are saved
     regrouped: frozenset[str] = frozenset()  # views that change whole shapes, even where shapes of parts stay
     # the parameter from which each conversion, cast and view leads that reads nothing else
     ways: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def repeat_in_passing(half: Half) -> None:
     for several in instances.values():
         _read_nearest(several, places)
     for node in reversed([n for several in instances.values() for n in several.values()]):
-        if not node.users and node.target not in COLLECTIVES:  # those come alike on every rank
+        if not node.users and node.target not in COLLECTIVES:  # every rank must run the same collectives
             half.graph.erase_node(node)
 
 
@@ -123,7 +123,8 @@ def _instances(half: Half) -> dict[fx.Node, dict[int, fx.Node]]:
             node.meta[WANTED] = max(times, default=places.get(op, 0))
             continue
         own: dict[int, fx.Node] = {}
-        instances[node], last = own, node
+        instances[node] = own
+        last = node
         for place in sorted(times, reverse=True):
             if own:
                 with half.graph.inserting_after(last):
@@ -154,8 +155,8 @@ def recompute_late(half: Half) -> None:
     places, wanted = half.recomputed.places, half.recomputed.wanted
     rest = [n for n in half.graph.nodes if n.op != "placeholder" and not n.meta.get(RECOMPUTED)]
     at = {node: i for i, node in enumerate(rest)}
-    steps: list[int] = []  # negated places that backward reaches, in ascending order,
-    begins: list[int] = []  # and the index in `rest` at which each begins
+    steps: list[int] = []  # negated places that backward reaches, in ascending order
+    begins: list[int] = []  # index in `rest` at which each of these places begins
     for node, i in at.items():
         place = places.get(node.meta.get(BACK, ""))
         if place is not None and (not steps or -place > steps[-1]):
@@ -181,7 +182,8 @@ def _sink(half: Half) -> None:
     With uneven parts the first readers of ranks may differ, but the order of collectives, and of gathers for an op,
     must not.
     """
-    held, barrier = fetched(half.graph, half.reads), half.graph.output_node()
+    held = fetched(half.graph, half.reads)
+    barrier = half.graph.output_node()
     for node in reversed(list(half.graph.nodes)):
         if node.target in COLLECTIVES:
             barrier = node
@@ -203,23 +205,24 @@ def fetch_late(half: Half) -> None:
     after     w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
     """
     made = [n for n in fetched(half.graph, half.reads) if n.op != "placeholder" and not n.meta.get(RECOMPUTED)]
-    for node in reversed(made):  # its readers have moved before
+    for node in reversed(made):  # a node's readers move before it does
         if readers := [u for u in node.users if u.op != "output"]:
             min(readers).prepend(node)  # nodes compare by their place
 
 
 def gather_ahead(half: Half) -> None:
-    """Prefetch a window's parameters, in one message per step, axis and dtype, beside its neighbour's compute.
+    """Prefetch a window's parameters while its neighbour computes.
 
-    The neighbour is the window before it in forward, and the window after it in backward. Over one axis after another,
-    each step begins as its share of the neighbour does.
+    Each step, axis and dtype is one message. The neighbour is the window before it in forward, and the window after it
+    in backward. Over one axis after another, each step begins as its share of the neighbour does.
 
     before    y = mm(x, u);   w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)          # u is of
               window 0, p and q of window 1
     after     g = begin_all_gather(pack([p, q]));  y = mm(x, u);  f = finish(g);  w = f[0];  v = f[1];  z = mm(y, w);  r
               = mm(z, v)
     """
-    graph, made = half.graph, fetched(half.graph, half.reads)
+    graph = half.graph
+    made = fetched(half.graph, half.reads)
     places = _places(half, made)
     for (number, count, window), gathers in sorted(_chains(half, made).items(), key=lambda item: item[0][0]):
         beside = places.get(window + (1 if half.is_backward else -1))
@@ -227,7 +230,8 @@ def gather_ahead(half: Half) -> None:
             _gather_together(graph, gathers, made)
             continue
         anchor = _at_share(beside, number / count)
-        then = [_at_share(beside, (number + 1) / count)] if number + 1 < count else []  # where the next step begins
+        # A step must have finished before the chain's next step begins.
+        then = [_at_share(beside, (number + 1) / count)] if number + 1 < count else []
         groups: dict[tuple[str, object, torch.dtype], list[fx.Node]] = {}
         for node in gathers:
             if anchor < node:
@@ -243,7 +247,7 @@ Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
 def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, list[tuple[fx.Node, int]]]:
-    """By window, in order, the nodes that are the first to read parameters, and the bytes of these when whole.
+    """The first readers of each window's parameters, in order, with the whole bytes of these.
 
     They have the same order on all ranks, whatever parts these hold.
     """
@@ -281,8 +285,8 @@ def _chains(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, int,
 
     Those that the plan recomputes are left out: they stay one by one, where they are wanted.
     """
-    number: dict[fx.Node, int] = {}  # of a step in its chain
-    count: dict[fx.Node, int] = {}  # of steps in its chain
+    number: dict[fx.Node, int] = {}  # a step's place in its chain
+    count: dict[fx.Node, int] = {}  # length of a step's chain
     for node in made:
         if node.target in _MOVES and not node.meta.get(RECOMPUTED):
             before = [n for n in _before(node, made) if n.target in STEPS.values() and n.target not in _LOCAL]
@@ -319,7 +323,8 @@ def _gather_together(
         groups.setdefault((kind, node.args[1], node.meta["val"].dtype, gathers[node]), []).append(node)
     for (kind, axis, _, _), of_bucket in groups.items():
         parameters = {n: [n, *_before(n, made)][-1].all_input_nodes[0] for n in of_bucket}
-        nodes = [n for n in of_bucket if parameters[n] < of_bucket[0]]  # what has arrived by then
+        # A gather can join only if its parameter exists before the bucket's first gather.
+        nodes = [n for n in of_bucket if parameters[n] < of_bucket[0]]
         if len(nodes) > 1:
             _move_before(nodes[0], nodes[1:], made)
             given = ([n.args[0] for n in nodes], axis, *numbers_of(nodes))
@@ -379,16 +384,18 @@ def reduce_beside(half: Half) -> None:
     """
     if not half.is_backward:
         return
-    graph, end = half.graph, half.graph.output_node()
-    under_way, later = list[_UnderWay](), set[fx.Node]()
+    graph = half.graph
+    end = half.graph.output_node()
+    under_way = list[_UnderWay]()
+    later = set[fx.Node]()
     for node in list(graph.nodes):
-        # what the step itself reads is waited for where it is
+        # A reduction that other ops of the step read stays where it is, because they need its result at once.
         if node.target not in _REDUCTIONS or node in later or not _leads_only_to(_results(node), end):
             continue
         under_way = [more for one in under_way for more in one.go_on(half, node)]
         under_way.append(_UnderWay.of(half, node))
         step = under_way[-1].then
-        while step is not None:  # those begin as others do
+        while step is not None:  # later steps of the chain are begun by `go_on`
             later.add(step)
             step = _next_step(half, step)
     while under_way:
@@ -402,12 +409,12 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def _uses_of(node: fx.Node, is_further: bool = False) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What is done with a step's results alone, in order, and what else reads them or what is made of them so.
+    """Split a step's users into local steps on its results, in order, and the ops that read these.
 
     `is_further` says that the step comes after others of its conversion.
     """
     is_bucket = is_further or isinstance(node.args[0], (list, tuple))
-    # an op's own reduction ends where the op's gradient is read, so that the unreduced gradient can be freed
+    # An op's own reduction ends where the op's gradient is read, so that the unreduced gradient can be freed.
     goes_on = _is_done_alone if is_bucket else functools.partial(_is_done_alone, conversion=node.meta.get(BACK))
     readers = {user for r in _results(node) for user in walks.uses(r, goes_on)}
     steps = sorted(filter(goes_on, readers))
@@ -415,7 +422,7 @@ def _uses_of(node: fx.Node, is_further: bool = False) -> tuple[list[fx.Node], li
 
 
 def _next_step(half: Half, node: fx.Node) -> fx.Node | None:
-    """The step over the next axis on the way of the same gradients, where it is all that reads a reduction.
+    """The same gradients' step over the next axis; None if anything else reads the reduction.
 
     It may begin late: only further such steps, and local ones, read it. What stands between steps of other values may
     be left out on some ranks, where they only seem to meet.
@@ -437,25 +444,26 @@ class _UnderWay:
 
     begun: fx.Node
     results: list[fx.Node]
-    steps: list[fx.Node]  # what is done with the results, in order, and reads nothing else
-    readers: list[fx.Node]  # of the results or of what these steps make of them
+    steps: list[fx.Node]  # local steps, casts and views of the results, in order
+    readers: list[fx.Node]  # other readers of the results or of `steps`
     then: fx.Node | None  # the step over the next axis
 
     @staticmethod
     def of(half: Half, node: fx.Node, is_further: bool = False) -> _UnderWay:
         """Begin a step of a reduction where it stands."""
-        is_bucket, results = isinstance(node.args[0], (list, tuple)), _results(node)
+        is_bucket = isinstance(node.args[0], (list, tuple))
+        results = _results(node)
         steps, readers = _uses_of(node, is_further)
         then = _next_step(half, node)
         begun = _begin_reduction(half.graph, _BEGUN_BY[node.target], node, results if is_bucket else None)
         if is_bucket:
-            for r in results:  # they read what has begun, until it is finished
+            for r in results:  # the parts read the begun message until it is finished
                 r.replace_input_with(node, begun)
             half.graph.erase_node(node)
         return _UnderWay(begun, results, steps, readers if then is None else [], then)
 
     def go_on(self, half: Half, place: fx.Node) -> list[_UnderWay]:
-        """Finish before `place`, or before the first reader, with the steps that follow; begin what is next there."""
+        """Finish before `place` or the first reader, and begin the step over the next axis there."""
         place = min([place, *self.readers])
         for node in self.steps:
             place.prepend(node)
@@ -475,8 +483,11 @@ def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.No
     with graph.inserting_before(node):
         if read is not None:
             places = [r.args[1] for r in read]
-            tensors, *numbers = ([given[i] for i in places] for given in (tensors, *numbers))
-            return _begin(graph, kind, tensors, axis, *numbers)
+
+            def of_read(row: Sequence[Any]) -> list[Any]:
+                return [row[i] for i in places]
+
+            return _begin(graph, kind, of_read(tensors), axis, *map(of_read, numbers))
         return _begin(graph, kind, [tensors], axis, *numbers_of([node]))
 
 

@@ -84,7 +84,8 @@ def trace(program: LocalProgram, differentiable: Sequence[int], device: str) -> 
         for k in reached:
             made.add(ends[differentiable[k]], seeds[k])
         made.backward(segments, traces)
-    outputs, gradients = [made.env[n] for n in ends], [made.gradients.get(placeholders[i]) for i in wanted]
+    outputs = [made.env[n] for n in ends]
+    gradients = [made.gradients.get(placeholders[i]) for i in wanted]
     made.graph.output((*outputs, *gradients))
     inputs = len(program.inputs)
     return JointGraph(made.graph, primals, seeds, outputs, gradients, wanted, tuple(differentiable), inputs)
@@ -139,7 +140,7 @@ class _Composition:
         self.device = device
         self.env: dict[fx.Node, fx.Node] = {}  # value of the local program -> its node here
         self.gradients: dict[fx.Node, fx.Node] = {}  # value of the local program -> its gradient here
-        self.places: list[dict[fx.Node, fx.Node]] = []  # of each segment: node of its trace -> its copy
+        self.places: list[dict[fx.Node, fx.Node]] = []  # copies of the nodes of each segment's trace
 
     def placeholder(self, name: str, of: fx.Node | None, like: TensorForm) -> fx.Node:
         """Add a placeholder of this layout; `of`, if given, is the local program's value that it stands for."""
@@ -182,7 +183,8 @@ class _Composition:
             copy = at[node] = self.graph.node_copy(node, at.__getitem__)
             for key, place in node.meta.get("custom", {}).items():
                 op = segment.nodes[place]
-                copy.meta[key], copy.meta[CONVERTED] = op.name, info(op).kind == "conversion"
+                copy.meta[key] = op.name
+                copy.meta[CONVERTED] = info(op).kind == "conversion"
 
 
 # -- one segment
@@ -236,7 +238,8 @@ def _run(segment: Segment, env: dict[fx.Node, Any]) -> list[torch.Tensor]:
             result = env[node] = run(node, env)
         for value in result if isinstance(result, (tuple, list)) else (result,):
             step = getattr(value, "grad_fn", None)
-            if step is not None and step not in seen:  # not of an op that hands its operand on
+            # A step seen before belongs to the op that made the operand, which this op only hands on.
+            if step is not None and step not in seen:
                 seen.add(step)
                 step.register_prehook(functools.partial(_say, place))
     return [env[n] for n in segment.leaves]
@@ -281,8 +284,10 @@ def _traced(
     assert not any(map(_writes, made.graph.nodes))
     for node in made.graph.find_nodes(op="get_attr"):  # torch.tensor([1, 2]) is written out where it stands
         _write_out(made, node, device)
-    nodes, flat = [n for n in made.graph.nodes if n.op == "placeholder"], list(made.graph.output_node().args[0])
-    found, count = dict(zip(held, flat[len(segment.leaves) :], strict=False)), len(reads)
+    nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
+    flat = list(made.graph.output_node().args[0])
+    found = dict(zip(held, flat[len(segment.leaves) :], strict=False))
+    count = len(reads)
     traced = Traced(nodes[:count], nodes[count:], flat[: len(segment.leaves)], [found.get(i) for i in range(count)])
     needed = walks.ancestors(traced.outputs)
     for node in made.graph.nodes:

@@ -24,8 +24,8 @@ class Ending:
 
     program: LocalProgram
     joint: Joint
-    sums: tuple[bool, ...]  # of each operand: is it added up?
-    # of each result of the whole: is it one of the ending, and which of its own part's results
+    sums: tuple[bool, ...]  # whether each operand is a sum over turns
+    # Each result of the program: whether the ending gives it, and its index among the results of its part.
     results: tuple[tuple[bool, int], ...]
 
 
@@ -34,7 +34,7 @@ class InTwo:
     """The two parts of a program, not yet lowered."""
 
     turn: LocalProgram
-    ending: LocalProgram  # its inputs are the last results of a turn
+    ending: LocalProgram  # program whose inputs are the last results of a turn
     crossing: tuple[fx.Node, ...]
     results: tuple[tuple[bool, int], ...]
 
@@ -60,7 +60,8 @@ def in_two(program: LocalProgram) -> InTwo:
     crossing = tuple(
         dict.fromkeys(a for n in program.fx.nodes if n in behind for a in n.all_input_nodes if a not in behind)
     )
-    first, last = [n for n in ends if n not in behind], [n for n in ends if n in behind]
+    first = [n for n in ends if n not in behind]
+    last = [n for n in ends if n in behind]
     results = tuple((n in behind, (last if n in behind else first).index(n)) for n in ends)
     shardings = dict(zip(ends, program.outputs, strict=True))
     return InTwo(
@@ -75,7 +76,8 @@ def _turn(
     program: LocalProgram, behind: set[fx.Node], ends: Sequence[fx.Node], outputs: tuple[Sharding, ...]
 ) -> LocalProgram:
     """The program of every turn: all nodes except those `behind`, with these ends."""
-    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    made = fx.Graph()
+    copies = dict[fx.Node, fx.Node]()
     for node in program.fx.nodes:
         if node.op != "output" and node not in behind:
             copies[node] = made.node_copy(node, copies.__getitem__)
@@ -91,7 +93,8 @@ def _ending(
     outputs: tuple[Sharding, ...],
 ) -> LocalProgram:
     """The program that runs once: the nodes `behind`, with `crossing` as inputs."""
-    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    made = fx.Graph()
+    copies = dict[fx.Node, fx.Node]()
     types: dict[str, TensorType] = {}
     for node in crossing:
         given = copies[node] = made.placeholder(node.name)

@@ -25,7 +25,7 @@ class Bindings:
     kinds: Mapping[fx.Node, int]
     rules: Mapping[fx.Node, Binding | None]  # None: the op has no rule
     tensors: Mapping[fx.Node, tuple[fx.Node, ...]]  # operands to which the rule gives dims, in order
-    believed: Mapping[str, str]  # by op with a rule of a user's that could not be tried, or not all of it: why
+    believed: Mapping[str, str]  # op with a user's rule that could not be fully tried -> the reason
 
     @staticmethod
     def of(graph: Graph, strict: bool) -> Bindings:
@@ -60,7 +60,8 @@ def without_numbers(binding: Binding, given: Sequence[Any]) -> Binding:
 
 
 def _bind(node: fx.Node, given: Sequence[Any], strict: bool) -> Binding | None:
-    about, name = info(node), op_name(node)
+    about = info(node)
+    name = op_name(node)
     rule = rule_of(name, {**typed(node.kwargs), "outputs": about.outputs})
     if rule is None:
         tensors = [n for n in given if is_value(n)]
@@ -76,15 +77,19 @@ def _bind(node: fx.Node, given: Sequence[Any], strict: bool) -> Binding | None:
         binding = without_numbers(rule.bind(tuple(_shape(n) for n in given), [t.shape for t in about.outputs]), given)
     except BadRule as e:
         raise BadRule(f"{name}: {e.what}", at=about.source, seen=e.seen) from e
-    # a sum of truth values is an or, and whole numbers wrap: no parts of sums
+    # A sum of truth values is an or, and whole numbers wrap, so such outputs cannot be partial sums.
     return binding if all("float" in t.dtype for t in about.outputs) else replace(binding, groups=())
 
 
 def _untried(node: fx.Node, given: Sequence[Any], binding: Binding | None) -> str:
-    """Try a user's rule on calls like this one; text about what could not be tried, or a letter where it is false."""
+    """Try a user's rule on calls like this one; returns what could not be tried, as text.
+
+    A false rule is an error.
+    """
     if binding is None:
         return ""
-    arguments, about = typed(node.kwargs), info(node)
+    arguments = typed(node.kwargs)
+    about = info(node)
     operands = tuple(type_of(n) for n in given if is_value(n))
     call = WrittenCall(node.target, arguments, repr(arguments), operands, about.outputs)
     kinds = tuple("absent" if n is None else "tensor" if is_value(n) else "number" for n in given)

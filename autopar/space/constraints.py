@@ -55,7 +55,7 @@ class Pins:
 class Preset:
     """An expert's plan, as pins and habits."""
 
-    pins: Mapping[str, str]  # by exact names
+    pins: Mapping[str, str]  # pins keyed by exact names
     habits: tuple[tuple[int, str], ...] = ()  # an axis, and how values move along it (`HABITS`)
 
 
@@ -75,12 +75,12 @@ def _is_cut_along_the_sequence(placement: Placement) -> bool:
     return placement.is_shard and placement.dim == 1
 
 
-# How experts move what is no parameter along an axis: what leaves like this arrives like that, if its taker knows such
-# a way at all.
+# How experts move values other than parameters along an axis: a value that leaves with the first kind of placement
+# arrives with the second, if its reader has such a choice at all.
 HABITS: dict[str, tuple[Callable[[Placement], bool], Callable[[Placement], bool]]] = {
-    "rows": (_is_shard, _is_shard),  # nothing that is cut becomes whole
+    "rows": (_is_shard, _is_shard),  # cut values stay cut
     "whole": (_is_partial, _is_no_shard),  # sums are not scattered
-    "sequence": (_is_partial, _is_cut_along_the_sequence),  # or along dim 1 alone
+    "sequence": (_is_partial, _is_cut_along_the_sequence),  # sums are scattered along dim 1
 }
 
 
@@ -93,7 +93,7 @@ class Constraints:
                 f"constraints is a {type(given).__name__}", advice='a dictionary: {"blocks.*.up.weight": "S(0)@tp"}'
             )
         if wrong := [pattern for pattern in given or {} if not isinstance(pattern, str)]:
-            raise BadConstraint(f"the pattern {wrong[0]!r} is no text", advice='{"blocks.*.up.weight": "S(0)@tp"}')
+            raise BadConstraint(f"the pattern {wrong[0]!r} is not text", advice='{"blocks.*.up.weight": "S(0)@tp"}')
         preset = preset or Preset({})
         self.callers = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
         self.pins = self.callers + [_read(escape(name), what, mesh) for name, what in preset.pins.items()]
@@ -112,7 +112,7 @@ class Constraints:
                 continue
             may_mean = is_parameter or not pin.is_about_storage
             if may_mean and any(fnmatchcase(name, pin.pattern) for name in names if name):
-                self._used.add(pin.pattern)  # also where another one comes first
+                self._used.add(pin.pattern)  # a pattern counts as used even if an earlier pin decides
                 first = first or pin
         return first
 
@@ -154,7 +154,9 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
 def _parse(pattern: str, text: str, mesh: DeviceMesh) -> Pins:
     """Read `storage; use; kept or regathered; end or each`; all but the first may be missing."""
     storage, *others = [field.strip() for field in text.split(";")]
-    use, gather, reduce = others[:1], others[1:2], others[2:]
+    use = others[:1]
+    gather = others[1:2]
+    reduce = others[2:]
     if gather not in ([], ["kept"], ["regathered"]) or reduce not in ([], ["end"], ["each"]):
         raise BadConstraint(f"{text!r} is not storage; use; kept or regathered; end or each")
     stored = _pin(storage, mesh)

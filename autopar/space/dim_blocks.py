@@ -18,7 +18,7 @@ from autopar.sharding.notation import Binding
 from autopar.space.bindings import Bindings
 from autopar.space.wiring import outputs_of
 
-Sizes = tuple[int, ...]  # of blocks
+Sizes = tuple[int, ...]  # sizes of blocks
 Place = tuple[fx.Node, int]  # a dim of a value
 
 
@@ -27,7 +27,7 @@ class _Joint:
     """Dims of a call's values that share their blocks: those of one factor, or one dim with blocks of its own."""
 
     places: tuple[tuple[int, int], ...]  # (index among operands and then outputs, dim)
-    factor: str = ""  # that may be cut by blocks
+    factor: str = ""  # factor that may be cut by blocks
     passes_on: bool = False
     blocks: tuple[Sizes, ...] = ()
 
@@ -37,7 +37,7 @@ class DimBlocks:
 
     def __init__(self, bindings: Bindings) -> None:
         self.bindings = bindings
-        self.joints: dict[int, tuple[_Joint, ...]] = {}  # by kind of call
+        self.joints: dict[int, tuple[_Joint, ...]] = {}  # one entry per kind of call
         for node, binding in bindings.rules.items():
             if binding is not None and bindings.kinds[node] not in self.joints:
                 self.joints[bindings.kinds[node]] = _joints(node, binding)
@@ -95,7 +95,9 @@ def _is_even(blocks: Sizes) -> bool:
 
 
 def _joints(node: fx.Node, binding: Binding) -> tuple[_Joint, ...]:
-    own, single, passed = list[_Joint](), dict[str, list[tuple[int, int]]](), dict[str, list[tuple[int, int]]]()
+    own: list[_Joint] = []
+    single: dict[str, list[tuple[int, int]]] = {}
+    passed: dict[str, list[tuple[int, int]]] = {}
     for at, row in enumerate(binding.rows):
         for i, dim in enumerate(row):
             if dim.joined == "|":

@@ -28,7 +28,7 @@ from autopar.sharding.strategies import Strategy
 from autopar.space.small_calls import DRAWS, Draw, drawn, filled, shrunk, small_sizes
 from autopar.space.trial import DEVICES, CannotRun, Devices, Placements, Run, Trial, lies, placements_of, tupled
 
-MOST = 400  # assignments of placements that are tried for an op of a graph
+MOST = 400  # At most this many assignments of placements are tried for an op of a graph.
 
 
 def universe(trial: Trial, devices: Sequence[int] = DEVICES) -> set[Strategy]:
@@ -46,13 +46,18 @@ def _strategies(devices: Devices) -> Iterator[Strategy]:
             except CannotRun:
                 continue
             ends = zip(devices.expected, outs, strict=True)
-            if not all(lies([r[j].detach() for r in run.results], o, e.detach()) for j, (e, o) in enumerate(ends)):
+            if not all(lies(_parts(run, j), o, e.detach()) for j, (e, o) in enumerate(ends)):
                 continue
             if not devices.flows_back:
                 yield Strategy(_by_convention(placements), _by_convention(outs))
                 continue
             for pulled in itertools.product(*map(_cotangent_placements, outs, devices.expected)):
                 yield from _backward(devices, run, pulled)
+
+
+def _parts(run: Run, j: int) -> list[Tensor]:
+    """Result `j` of a run on each device, without its autograd history."""
+    return [results[j].detach() for results in run.results]
 
 
 def _cotangent_placements(out: Placement, expected: Tensor) -> Placements:
@@ -69,7 +74,8 @@ def _backward(devices: Devices, run: Run, pulled: Placements) -> Iterator[Strate
         return
     options = []
     for k, position in enumerate(devices.trained):
-        placement, local = run.operands[position], [f[k] for f in found]
+        placement = run.operands[position]
+        local = [f[k] for f in found]
         ways = [placement] if placement.is_shard else [R, P()]
         options.append([p for p in ways if lies(local, p, devices.gradients[k])])
     for chosen in itertools.product(*options):
@@ -153,7 +159,7 @@ def _drawn(call: WrittenCall, draw: Draw) -> set[Strategy] | None:
         if not _is_of(tupled(trial.run(trial.operands)), call.outputs, small):
             return set()
         return universe(trial)
-    except Exception:  # it does not run on these numbers
+    except Exception:  # an op may reject random numbers in any way
         return None
 
 

@@ -42,7 +42,7 @@ class _Cargo(NamedTuple):
 
     type: TensorType
     ahead: ShapeConsistencyManager | None  # the conversions that gather a parameter, or what is handed on from one
-    is_handed_on: bool  # behind the parameter's own edge
+    is_handed_on: bool  # whether ops other than a gathered cast stand between the parameter and this edge
     stays: bool  # whether the gathered copy is still there as backward begins
     reduced_in: int  # itemsize of its gradient while it is reduced; 0: the value's own
     chunks: int  # conversions in each pass: as often as its op runs
@@ -76,14 +76,17 @@ class EdgeBuilder:
         self.parameters = parameters
         self.schedule = schedule
         self.habits = habits
-        self.conversions, self.reductions = shared.values, shared.gradients
+        self.conversions = shared.values
+        self.reductions = shared.gradients
         self.gathers = shared.gathers(schedule, parameters)
         self.once = shared.once
 
     def wiring(self, drafts: Mapping[SiteKey, Draft]) -> Wiring:
         """Sites and edges: an edge for every operand of every site."""
         index = {key: i for i, key in enumerate(drafts)}
-        edges, carried, takers = list[Edge](), list[fx.Node](), list[fx.Node]()
+        edges: list[Edge] = []
+        carried: list[fx.Node] = []
+        takers: list[fx.Node] = []
         for key, draft in drafts.items():
             taker = key[0] if isinstance(key, tuple) else key
             for i, value in enumerate(draft.sources):
@@ -164,7 +167,8 @@ class EdgeBuilder:
 
     def _table(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo, source: Site) -> _Table:
         forward = self._forward(given, taken, cargo)
-        backward, cast = np.zeros(forward.shape), np.zeros(forward.shape)
+        backward = np.zeros(forward.shape)
+        cast = np.zeros(forward.shape)
         if cargo.type.requires_grad:
             backward, cast = self._backward(given, taken, cargo)
         batches = self.setting.passes
@@ -178,13 +182,15 @@ class EdgeBuilder:
 
     def _times(self, flows: int, cargo: _Cargo, source: Site) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of a step's gathers of a parameter and of reductions of its gradient, by leaving flow."""
-        batches, gathers, reductions = self.setting.passes, np.ones(flows), np.ones(flows)
+        batches = self.setting.passes
+        gathers = np.ones(flows)
+        reductions = np.ones(flows)
         if source.regathered:  # forward and backward of each micro-batch
             gathers[np.array(source.regathered)] = batches if cargo.stays else 2 * batches
         if source.scattered:
             reductions[np.array(source.scattered)] = batches
         elif cargo.is_handed_on:
-            # whether it waits is not known here: what is reduced behind the parameter's own edge may be so in each
+            # Whether this gradient waits for the last micro-batch is unknown here, so one reduction in each is counted.
             reductions[:] = batches
         return gathers, reductions
 
@@ -209,7 +215,8 @@ class EdgeBuilder:
             sources=[gradients(f) for f in taken],
             targets=[gradients(f) for f in given],
         )
-        backward, nothing = back(type_.itemsize).T, np.zeros((len(given), len(taken)))
+        backward = back(type_.itemsize).T
+        nothing = np.zeros((len(given), len(taken)))
         if cargo.reduced_in:
             is_sum = reduces(taken, given).T
             backward = np.where(is_sum, back(cargo.reduced_in).T, backward)

@@ -20,15 +20,16 @@ from autopar.space.wiring import Wiring
 class GradientBuckets:
     """The trained parameters of a graph, in order, and the times of their gradients."""
 
-    closes: Mapping[fx.Node, int]  # time at which its gradient's bucket is full and reduced
-    wait: frozenset[fx.Node]  # those whose gradient may be reduced after the last micro-batch alone
+    closes: Mapping[fx.Node, int]  # time at which a parameter's gradient bucket is full and reduced
+    wait: frozenset[fx.Node]  # parameters whose gradient may be reduced only after the last micro-batch
     accumulates: bool
     adds_twice: bool  # micro-batches of a call are added up beside what has waited of other calls
     settled: int  # the last time of backward
 
     @staticmethod
     def of(trained: Sequence[fx.Node], lifetimes: Lifetimes, wiring: Wiring, setting: Setting) -> GradientBuckets:
-        clock, accumulates = lifetimes.clock, setting.passes > 1
+        clock = lifetimes.clock
+        accumulates = setting.passes > 1
         whole = [clock.mirrored(lifetimes.first_use(n)) for n in trained]
         closes = _closes(whole, [type_of(n).nbytes for n in trained], [travels_alone(n) for n in trained])
         wait = [n for n in trained if not is_always(wiring.site(n), wiring.site(n).scattered)] if accumulates else []

@@ -15,7 +15,7 @@ from autopar.runtime.private import function_of
 from autopar.sharding.placement import R
 from autopar.space.trial import TOLERANCE, difference, tupled
 
-_COARSE = 0.25  # of floats with two or three bits
+_COARSE = 0.25  # tolerance of floats with a mantissa of two or three bits
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
 
@@ -54,13 +54,13 @@ def looked_inside(run: Callable[[], Any], is_python: bool) -> tuple[float, str]:
         return 0.0, "its results are complex"
     again = []
     dtypes_inside: set[torch.dtype] = set()
-    for fill in (0, 1):  # what reads memory that nobody has written gives two results
+    for fill in (0, 1):  # an op that reads unwritten memory gives a different result for each fill
         with _Inside(fill) as inside:
             again.append([t.detach() for t in tupled(run())])
         dtypes_inside |= inside.dtypes
-    dtypes = {t for t in (*dtypes_inside, *(r.dtype for r in results)) if t.is_floating_point}
-    tolerance = max((TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=0.0)
-    if not is_python:  # nobody sees what it computes in
+    dtypes = dtypes_inside.union(r.dtype for r in results)
+    tolerance = max((TOLERANCE.get(dtype, _COARSE) for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    if not is_python:  # dtypes inside compiled code are unknown
         tolerance = max(tolerance, TOLERANCE[torch.float32])
     for one, other in itertools.chain(zip(results, again[0], strict=True), zip(*again, strict=True)):
         largest, scale = difference([other], R, one)

@@ -28,7 +28,7 @@ class EdgeBytes:
     kept: np.ndarray  # the value where there is no conversion
     sent: np.ndarray  # the operand of a conversion
     gradient: np.ndarray  # the gradient as it comes
-    unreduced: np.ndarray  # of that, what is converted
+    unreduced: np.ndarray  # the part of `gradient` that is converted
     reduced: np.ndarray  # the gradient as it goes on
     is_sum: np.ndarray  # whether the gradient is a partial sum that is reduced here
 
@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
     of: Callable[[Flows], Sharding] = values
 
 
-VALUE = Tensors()  # of the first output
+VALUE = Tensors()  # the value of the first output
 
 
 class LocalBytes:
@@ -50,7 +50,7 @@ class LocalBytes:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._sizes: dict[tuple[tuple[int, ...], int, Sharding], int] = {}
-        self.once = Once()  # for tables that are made of others
+        self.once = Once()  # cache of tables that are made of others
 
     def of(self, type_: TensorType, sharding: Sharding) -> int:
         key = (type_.shape, type_.itemsize, sharding)
@@ -74,12 +74,16 @@ class LocalBytes:
 
     def _edge(self, edge: Edge, type_: TensorType) -> EdgeBytes:
         given, taken = [values(f) for f in edge.given], [values(f) for f in edge.taken]
-        moves, leaves, arrives = _differ(given, taken), self._column(type_, given), self._row(type_, taken)
+        moves = _differ(given, taken)
+        leaves = self._column(type_, given)
+        arrives = self._row(type_, taken)
         given, taken = [gradients(f) for f in edge.given], [gradients(f) for f in edge.taken]
-        moves_back, goes_on, comes = _differ(given, taken), self._column(type_, given), self._row(type_, taken)
+        moves_back = _differ(given, taken)
+        goes_on = self._column(type_, given)
+        comes = self._row(type_, taken)
         is_sum = reduces(edge.taken, edge.given).T
         wide = np.ones(moves.shape)
-        if edge.reduced_in:  # cast as it comes, where it is reduced
+        if edge.reduced_in:  # a partial sum is cast before it is reduced
             wide = np.where(is_sum, edge.reduced_in / type_.itemsize, 1.0)
         return EdgeBytes(
             made=np.where(moves, arrives, 0.0),

@@ -48,7 +48,7 @@ class Piece:
     kind: str
     place: int  # index of a site, or of an edge
     is_edge: bool
-    bytes: np.ndarray  # by choice; of an edge by [given, taken]
+    bytes: np.ndarray  # bytes by choice, or by [given, taken] for an edge
     first: int
     last: int
 
@@ -63,10 +63,10 @@ class Readers:
     """
 
     edges: tuple[int, ...]
-    bytes: tuple[np.ndarray, ...]  # of each edge by [given, taken]: 0 where the value is converted
-    begins: tuple[int, ...]  # of each edge: the first time of its part
-    ends: tuple[int, ...]  # and the last at which its op needs the value
-    # of each edge those by which its value was made, view by view, the last first
+    bytes: tuple[np.ndarray, ...]  # one table an edge, by [given, taken]: 0 where the value is converted
+    begins: tuple[int, ...]  # first time of each edge's part
+    ends: tuple[int, ...]  # last time at which each edge's op needs the value
+    # The views through which each edge's value was made, the last first.
     behind: tuple[tuple[View, ...], ...]
 
     def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
@@ -75,7 +75,11 @@ class Readers:
         converted = {view.edge for views in self.behind for view in views if not view.kept[place(view.edge)]}
         if not any(found) or (not converted and 0.0 not in found):
             return
-        on = [next((view for view in views if view.edge in converted), None) for views in self.behind]
+
+        def last_converted(views: tuple[View, ...]) -> View | None:
+            return next((view for view in views if view.edge in converted), None)
+
+        on = [last_converted(views) for views in self.behind]
         for memory in dict.fromkeys(on):
             several = [(e, n) for e, n, of in zip(self.ends, found, on, strict=True) if n and of is memory]
             if not several:
@@ -83,7 +87,8 @@ class Readers:
             end, amount = max(several)
             since = -1 if memory is None else memory.counted
             for n, of, begin, last in zip(found, on, self.begins, self.ends, strict=True):
-                first, until = max(begin, since + 1), min(last, end)
+                first = max(begin, since + 1)
+                until = min(last, end)
                 if not (n and of is memory) and first <= until:
                     yield amount, first, until
 
@@ -105,11 +110,11 @@ class Converted:
     """
 
     edges: tuple[int, ...]
-    bytes: tuple[np.ndarray, ...]  # of each edge by [given, taken]: 0 where nothing is made
-    arrives: tuple[np.ndarray, ...]  # of each edge a number for each flow of `taken`: equal ones are converted once
-    begins: tuple[int, ...]  # of each edge: the time at which its op takes the value
-    parts: tuple[int, ...]  # the first time of its part, which lasts to its end; beyond that: no part
-    ends: tuple[int, ...]  # and the last time at which its op needs the result
+    bytes: tuple[np.ndarray, ...]  # one table an edge, by [given, taken]: 0 where nothing is converted
+    arrives: tuple[np.ndarray, ...]  # one array an edge: a number per flow of `taken`; equal ones are converted once
+    begins: tuple[int, ...]  # time at which each edge's op takes the value
+    parts: tuple[int, ...]  # first time of each edge's part, which lasts to its end; later than the end: no part
+    ends: tuple[int, ...]  # last time at which each edge's op needs the result
 
     def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
         """Bytes that no piece counts under a plan, each with its first and last time."""
@@ -123,7 +128,8 @@ class Converted:
         if len(next(iter(alike.values()), ())) == len(self.edges):
             return
         for several in alike.values():
-            amount, time = amounts[several[0]], min(self.begins[i] for i in several)
+            amount = amounts[several[0]]
+            time = min(self.begins[i] for i in several)
             for first, last in sorted((self.parts[i], self.ends[i]) for i in several):
                 if first <= last:
                     if time < first:
@@ -141,11 +147,11 @@ class Viewed:
     """
 
     edge: int
-    bytes: np.ndarray  # by [given, taken]
+    bytes: np.ndarray  # a table by [given, taken]
     itself: int  # the last time at which the op behind the edge, or what it makes directly, needs it
     last: int  # the last time of its piece
-    # of each reader of a view the views on the way, its own edge first, and the last time at which it needs the memory:
-    # where it reads it, and where it takes it converted
+    # Each reader of a view: the views on the way, its own edge first; the last time at which it needs this memory if no
+    # view is converted; and that time if one is.
     readers: tuple[tuple[tuple[View, ...], int, int], ...]
 
     def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
@@ -167,7 +173,7 @@ class Merged:
     """
 
     edges: tuple[int, ...]
-    arrives: tuple[np.ndarray, ...]  # of each edge a number for each flow of `taken`: equal ones are gathered once
+    arrives: tuple[np.ndarray, ...]  # one array an edge: a number per flow of `taken`; equal ones are gathered once
     over: tuple[np.ndarray, ...]  # bytes that its reduction saves, by [given, taken]
     spans: tuple[tuple[int, int], ...]  # first and last times of these bytes
 
@@ -179,13 +185,13 @@ class Memory:
     pieces: tuple[Piece, ...]
     ops: tuple[str, ...]  # names in the order of the forward
     updates: int = 1  # times of the optimizer's step
-    passages: Passages = field(default_factory=Passages)  # which values share memory, for recompute
-    readers: tuple[Readers, ...] = ()  # of values that several read
-    converted: tuple[Converted, ...] = ()  # of values that several read
-    viewed: tuple[Viewed, ...] = ()  # of conversions
-    merged: tuple[Merged, ...] = ()  # of parameters that several read
+    passages: Passages = field(default_factory=Passages)  # values that share memory, for recomputation
+    readers: tuple[Readers, ...] = ()  # one entry per memory that several ops read
+    converted: tuple[Converted, ...] = ()  # one entry per value that several ops read
+    viewed: tuple[Viewed, ...] = ()  # one entry per conversion whose result is viewed
+    merged: tuple[Merged, ...] = ()  # one entry per parameter that several ops read
     shown: ShownGradients | None = None  # gradients that lie in the memory of others
-    temporaries: Temporaries | None = None  # of conversions
+    temporaries: Temporaries | None = None  # temporary bytes of conversions
 
     @property
     def times(self) -> int:

@@ -52,7 +52,8 @@ def windows_of(
             moved.setdefault(OpsBeside(window, way, every), []).append((edge, tables.share(table)))
 
     for k, (op, gather, reduction) in movements.items():
-        w, source = schedule.of[op], sites[edges[k].source]
+        w = schedule.of[op]
+        source = sites[edges[k].source]
         again = tables.part(edges[k], source.regathered, gather)
         put(w - 1, "forward", False, k, gather)
         put(w - 1, "forward", True, k, again)

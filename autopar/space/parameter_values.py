@@ -18,7 +18,7 @@ class ParameterValues:
     owners: Mapping[fx.Node, fx.Node]  # a parameter, or a parameter handed on -> that parameter
     casts: Mapping[fx.Node, fx.Node]  # the one cast of a parameter that nothing else reads -> that parameter
     cast_parameters: frozenset[fx.Node]
-    reduced_in: Mapping[fx.Node, int]  # of a cast whose gradient is reduced in the parameter's dtype: its itemsize
+    reduced_in: Mapping[fx.Node, int]  # cast -> itemsize of the parameter's dtype, if the gradient is reduced in it
 
     @staticmethod
     def of(graph: Graph, reduce: str) -> ParameterValues:

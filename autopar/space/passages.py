@@ -63,7 +63,8 @@ class _Builder:
 
     def passage(self, op: fx.Node) -> Passage:
         """The passage of one op."""
-        lifetimes, index = self.lifetimes, self.wiring.index[op]
+        lifetimes = self.lifetimes
+        index = self.wiring.index[op]
         edges = tuple(self.entering.get(index, ()))
         keeps = lifetimes.keeps[op]
         made = []

@@ -90,7 +90,8 @@ class Pinning:
         """Keep the choices whose flow at an operand is as pinned; `operand` None means the site's own output."""
         if pin.value is None and pin.gradient is None:  # any
             return
-        site, before = draft.site, draft.left
+        site = draft.site
+        before = draft.left
         flows: list[Flows] = [c.output() if operand is None else c.operand(operand) for c in site.choices]
         draft.keep = before & np.array([pin.admits(f) for f in flows])
         if not draft.keep.any():
@@ -118,7 +119,7 @@ def _last_of_modules(graph: Graph, bindings: Bindings) -> dict[str, fx.Node]:
 
 
 def _uses_of_parameter(uses: Sequence[_Taker], of_all: Mapping[SiteKey, Sequence[_Taker]]) -> list[_Taker]:
-    """The uses of a parameter, looked up through fan-outs and casts; a cast is no use itself."""
+    """The uses of a parameter, looked up through fan-outs and casts; a cast itself does not count."""
     found: list[_Taker] = []
     for use in uses:
         if use.draft.site.op != "to":
@@ -130,7 +131,8 @@ def _uses_of_parameter(uses: Sequence[_Taker], of_all: Mapping[SiteKey, Sequence
 
 def _follow(draft: Draft, pins: Pins) -> None:
     """Keep the choices of the pinned policy, and those that do not cut the parameter."""
-    site, keep = draft.site, draft.left
+    site = draft.site
+    keep = draft.left
     if not ((pins.gather and site.regathered) or (pins.reduce and site.scattered)):
         return  # an output that a parameter leaves by has none
     whole = ~np.array(site.is_cut())
@@ -152,7 +154,8 @@ class Narrowing:
             draft.site = self._narrowed(draft.site, keep)
 
     def _narrowed(self, site: Site, keep: np.ndarray) -> Site:
-        what, objects = ("narrowed", keep.tobytes()), (site.choices, site.seconds)
+        what = ("narrowed", keep.tobytes())
+        objects = (site.choices, site.seconds)
         return site.sharing(self.once(what, objects, lambda: site.at(np.flatnonzero(keep).tolist())))
 
 
@@ -173,8 +176,11 @@ def supported(sites: Sequence[Site], edges: Sequence[Edge]) -> list[np.ndarray]:
     while waiting:
         waiting = False
         for e in (*edges, *reversed(edges)):
-            table, source, target = possible[id(e.seconds)], alive[e.source], alive[e.target]
-            leaves, arrives = np.zeros(table.shape[0], bool), np.zeros(table.shape[1], bool)
+            table = possible[id(e.seconds)]
+            source = alive[e.source]
+            target = alive[e.target]
+            leaves = np.zeros(table.shape[0], bool)
+            arrives = np.zeros(table.shape[1], bool)
             leaves[e.given_by[source]] = True
             arrives[e.taken_by[target]] = True
             table = table & leaves[:, None] & arrives[None, :]

@@ -44,7 +44,7 @@ DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # the number of axes of each
 HYBRID = "hsdp"
 _ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron"}
-_POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # of the stages of ZeRO
+_POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # pins of each ZeRO stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class AxisRoles:
     mode: str = ""
     tensor: tuple[int, ...] = ()
     sequence: bool = False
-    stored: tuple[int, ...] | None = None  # the axes of data that a stage of ZeRO cuts parameters over; None: all
+    stored: tuple[int, ...] | None = None  # data axes over which a ZeRO stage cuts parameters; None: all
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -96,7 +96,8 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
     if isinstance(parallel, str):
         return _named(parallel, mesh, real)
     data, tensor = _parts(parallel)
-    mode, sequence = tensor.get("mode", "megatron"), tensor.get("sequence", False)
+    mode = tensor.get("mode", "megatron")
+    sequence = tensor.get("sequence", False)
     if not isinstance(mode, str) or mode not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
         raise BadPreset(f"parallel={parallel!r}", seen=f"modes of tensor: {', '.join(TENSOR)}; zero: 0 to 3")
     if data["size"] * tensor["size"] != mesh.size:
@@ -163,7 +164,8 @@ def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
 
     A letter is raised where devices cannot share the rows equally.
     """
-    parts, found = math.prod(mesh.shape[a] for a in roles.rows), {}
+    parts = math.prod(mesh.shape[a] for a in roles.rows)
+    found = {}
     rows = rows_of_batch(graph)
     for name, node in graph.inputs.items():
         shape = type_of(node).shape

@@ -10,8 +10,9 @@ BATCH, ROWS, COLUMNS, SUMS = range(4)
 
 
 def multiplied(binding: Binding, loops: Sequence[str]) -> tuple[int, ...]:
-    """Indices of the operands that are multiplied with each other: those that share a summed factor of the loops."""
-    operands, left = _operands(binding), _made(binding)
+    """Indices of the operands that are multiplied: those that share a summed factor of the loops."""
+    operands = _operands(binding)
+    left = _made(binding)
     summed = set[str]()
     for factor in set(loops) - left:
         if sum(factor in operand for operand in operands) > 1:
@@ -24,7 +25,8 @@ def roles_of(binding: Binding, loops: Sequence[str]) -> tuple[list[str], ...] | 
     two = multiplied(binding, loops)
     if len(two) != 2:
         return None
-    operands, made = _operands(binding), _made(binding)
+    operands = _operands(binding)
+    made = _made(binding)
     left, right = (operands[k] for k in two)
     roles: tuple[list[str], ...] = [], [], [], []
     for factor in loops:
@@ -39,7 +41,10 @@ def roles_of(binding: Binding, loops: Sequence[str]) -> tuple[list[str], ...] | 
 
 
 def groups_of_rows(binding: Binding, loops: Sequence[str]) -> list[str]:
-    """The factors of a product's right matrix by which rows of the left one are grouped: each row meets one of them."""
+    """The factors of a product's right matrix that group the rows of the left one.
+
+    Each row is multiplied with one group of the right matrix.
+    """
     _, right = multiplied(binding, loops)
     return sorted(_operands(binding)[right] - set(loops) - _made(binding))
 

@@ -1,10 +1,10 @@
 """What the backward of a graph keeps, by device and dtype: values of the graph, and what ops make besides.
 
-Each op's entry says what it keeps (`keeps=`, `makes=`) and what it makes for the while (`work=`). Operands and outputs
-are values of the graph and are counted once, by the memory they lie on; what is made besides is in bytes, a sympy
-expression in named quantities. This is how a laptop knows what a GPU will keep. Sources of the lines: the derivative
-formulas and kernels of torch 2.11 to 2.13. Ops that draw are emitted in forms of autopar's own (`runtime/forms.py`), on
-every device: `emitted` says what those keep.
+Each op's entry says what it keeps (`keeps=`, `makes=`) and what it makes temporarily (`work=`). Operands and outputs
+are values of the graph and are counted once, by the memory that holds them; extra bytes are a sympy expression in
+named quantities. This is how a laptop knows what a GPU will keep. Sources of the lines: the derivative formulas and
+kernels of torch 2.11 to 2.13. Ops that draw are emitted in forms of autopar's own (`runtime/forms.py`), on every
+device: `emitted` says what those keep.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Saved:
 
     node: str
     what: str
-    shape: tuple[int, ...] | None  # None for what is made besides
+    shape: tuple[int, ...] | None  # None for extra bytes
     nbytes: int
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def kept_by(
         values += [n for n in walks.results(node) if port_of(n) in backward.reads_out]
         besides = backward.besides
     else:
-        if line is None:  # nobody said: it may keep everything
+        if line is None:  # an op without an entry may keep everything
             line = Line(tuple((name, "") for name in (*node.kwargs, "out")))
         for name, gradient_of in line.values:
             if not gradient_of or wants_gradient(node.kwargs.get(gradient_of)):
@@ -123,7 +123,10 @@ def kept_by(
 
 
 def _besides(node: fx.Node, line: Line, kind: str) -> Iterator[Held]:
-    """What an op makes besides on a kind of device, as its entry says, each cut as one of its operands."""
+    """The extra bytes that an op keeps on a kind of device, as its entry says.
+
+    Each is cut as one of the operands is.
+    """
     for of, formula, argument in line.extra:
         if of == kind:
             place = tensor_operands(node).index(node.kwargs[argument]) if argument else 0
@@ -154,17 +157,17 @@ def memories(graph: Graph, kind: str) -> dict[fx.Node, int]:
 
 
 def layouts(graph: Graph, kind: str) -> tuple[dict[fx.Node, int], set[fx.Node], dict[fx.Node, torch.Tensor]]:
-    """The memory of each value, as a number, the values that are not contiguous, and a meta tensor for each.
+    """Each value's memory as a number, the values that are not contiguous, and meta tensors.
 
     They are as on a kind of device, found by running each kind of call once, on meta tensors of the strides that reach
     it, where a view is a view.
     """
     kinds = calls(graph)
     shapes: dict[Any, torch.Tensor] = {}  # one meta tensor for each type and strides
-    ran: dict[
-        Any, list[tuple[torch.Tensor, int]]
-    ] = {}  # of a kind of call on these: each result, and on which operand's memory it lies; -1: its own
-    held: dict[fx.Node, list[tuple[torch.Tensor, int]]] = {}  # of each value: its like, and its memory
+    # The results of a kind of call on such tensors, each with the index of the operand whose memory it shares; a
+    # negative number stands for memory of its own.
+    ran: dict[Any, list[tuple[torch.Tensor, int]]] = {}
+    held: dict[fx.Node, list[tuple[torch.Tensor, int]]] = {}  # each value's meta tensors and their memories
 
     def like(t: torch.Tensor) -> torch.Tensor:
         return shapes.setdefault((tuple(t.shape), t.dtype, t.stride()), t)
@@ -197,20 +200,19 @@ def _run_alone(node: fx.Node, given: dict[fx.Node, Any], kind: str) -> list[tupl
     A negative number stands for memory of its own.
     """
     about = info(node)
-    env = {
-        n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for n, t in given.items()
-    }  # apart, whatever was the same before
+    # Every operand gets memory of its own, so that a result's memory names one operand.
+    env = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for n, t in given.items()}
     where = {t.untyped_storage()._cdata: i for i, t in enumerate(env.values())}
     if op_name(node) == "scaled_dot_product_attention":
         query: Any = env[node.kwargs["query"]]
         whole = query if query.shape == about.outputs[0].shape else query[..., :1].expand(about.outputs[0].shape)
-        # a fused kernel lays it out as the query, and products of its own in order
+        # A fused kernel lays out its result as the query; separate products give a contiguous result.
         is_fused = kind != "cpu" or not (about.random >= 0 or is_opened(node, env))
         result: Any = torch.empty_like(whole) if is_fused else torch.empty(whole.shape, dtype=whole.dtype)
     else:
         try:
             result = run(node, env)
-        except (RuntimeError, NotImplementedError):  # an op that meta tensors cannot run makes a new one
+        except (RuntimeError, NotImplementedError):  # an op that cannot run on meta tensors is taken to make a new one
             result = [torch.empty(t.shape, dtype=t.torch_dtype) for t in about.outputs]
     results = [
         r if isinstance(r, torch.Tensor) else torch.empty(())
@@ -236,7 +238,8 @@ def _quantities(node: fx.Node) -> dict[str, Any]:
     operand: Any = next(iter(_nodes(tuple(node.kwargs.values()))))
     given = info(operand).outputs[0]
     out = info(node).outputs[0]
-    points, last = math.prod(given.shape), given.shape[-1] if given.shape else 1
+    points = math.prod(given.shape)
+    last = given.shape[-1] if given.shape else 1
     key: Any = node.kwargs.get("key")
     shape = node.kwargs.get("normalized_shape", (last,))
     width = math.prod(shape if isinstance(shape, (tuple, list)) else (shape,))

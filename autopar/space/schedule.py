@@ -18,8 +18,8 @@ from autopar.ops.entry import facts_of
 from autopar.space.windows import BLOCK, BUCKET, buckets
 
 Span = tuple[int, int]  # first and last op
-TABLE = 2**20  # bytes from which on the gradient of a table shares no bucket
-NEVER = -1  # in place of an op: no backward reads the parameter apart, as its region runs in chunks
+TABLE = 2**20  # The gradient of a table of at least this many bytes shares no bucket.
+NEVER = -1  # marks a parameter that no backward reads by itself, because its region runs in chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class Schedule:
 
     of: tuple[int, ...]  # op -> the window that it stands in
     spans: tuple[Span, ...]  # window -> its ops
-    # window -> the last op that reads a parameter and whose backward reads a copy that was gathered again: where a
-    # region runs in chunks, one copy serves both
+    # window -> the last op that reads a parameter and whose backward reads a copy that was gathered again. No op that
+    # runs in chunks counts: one copy serves its forward and backward.
     ends: tuple[int, ...]
-    # parameter -> the ops that read anything of the bucket in which it moves when it moves alone: the first of them in
-    # forward, and the last whose backward does
+    # parameter -> the first op that reads anything of its bucket, and the last whose backward does. The bucket is the
+    # one in which the parameter moves when no window's compute runs at the same time.
     buckets: Mapping[fx.Node, Span]
     # parameter -> the number of its bucket, and the ops that read it: the first, and the last whose backward does
     members: Mapping[fx.Node, tuple[int, Span]]
-    # parameters first read in the last of several windows: what is gathered of them is still there as backward begins,
-    # and is not gathered again
+    # Parameters first read in the last of several windows. They are not gathered again, because their gathered copies
+    # are still there when backward begins.
     stays: frozenset[fx.Node]
 
     def moving(self, parameters: Container[fx.Node]) -> Schedule:
@@ -84,8 +84,8 @@ class Schedule:
 
     def reduced(self, op: int) -> int:
         """The time at which the gradient that this op gives is reduced."""
-        n, w = len(self.of), self.of[op]
-        return 2 * n - 1 - (self.spans[w - 1][0] if w else op)
+        w = self.of[op]
+        return 2 * len(self.of) - 1 - (self.spans[w - 1][0] if w else op)
 
 
 def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
@@ -152,14 +152,17 @@ def _readers(ops: Sequence[fx.Node]) -> dict[fx.Node, list[int]]:
 
 def _spans(ops: Sequence[fx.Node], reads: Sequence[Sequence[fx.Node]], least: int) -> tuple[Span, ...]:
     """The first and last op of each window: blocks joined until they read `least` bytes of parameters."""
-    counts, count, read = list[int](), 0, 0
+    counts = list[int]()
+    count = 0
+    read = 0
     for _, block in itertools.groupby(range(len(ops)), lambda i: innermost_block(info(ops[i]).module)):
         for i in block:
             count += 1
             read += _bytes(reads[i])
         if read >= least:
             counts.append(count)
-            count, read = 0, 0
+            count = 0
+            read = 0
     if counts and count and not read:  # the rest computes only
         counts[-1] += count
     elif count:

@@ -29,7 +29,8 @@ class Draw:
 
         Constants of the op itself (`own`) join the numbers to draw.
         """
-        dtype, shape = type_.torch_dtype if keeps_dtype else torch.float64, type_.shape
+        dtype = type_.torch_dtype if keeps_dtype else torch.float64
+        shape = type_.shape
         if "float" in type_.dtype and self.scale:
             numbers = torch.randn(shape, dtype=torch.float64, device="cpu", generator=random) * self.scale
             if self.one is not None and numbers.numel():
@@ -74,7 +75,11 @@ def small_sizes(sizes: Sequence[int]) -> dict[int, int]:
 
 def shrunk(call: WrittenCall, sizes: Mapping[int, int]) -> WrittenCall:
     """The call with other sizes, which numbers above six among its arguments follow; outputs are unknown."""
-    return resized(call, [tuple(sizes.get(n, n) for n in t.shape) for t in call.operands], sizes)
+
+    def shape_of(type_: TensorType) -> tuple[int, ...]:
+        return tuple(sizes.get(n, n) for n in type_.shape)
+
+    return resized(call, [shape_of(t) for t in call.operands], sizes)
 
 
 def resized(call: WrittenCall, shapes: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> WrittenCall:
@@ -98,8 +103,12 @@ def resized(call: WrittenCall, shapes: Sequence[Sequence[int]], sizes: Mapping[i
 
 
 def drawn(call: WrittenCall, draw: Draw, keeps_dtype: bool = False, with_constants: bool = True) -> tuple[Tensor, ...]:
-    """Random operands of a call, the same in every process; constants of the op's own code are among the numbers."""
-    random, own = torch.Generator().manual_seed(0), constants_of(call.op) if with_constants else ()
+    """Random operands of a call, the same in every process.
+
+    If `with_constants`, constants in the op's own code are among the numbers.
+    """
+    random = torch.Generator().manual_seed(0)
+    own = constants_of(call.op) if with_constants else ()
     return tuple(draw.tensor(t, own, random, keeps_dtype) for t in call.operands)
 
 

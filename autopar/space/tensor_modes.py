@@ -45,7 +45,7 @@ class LinearLayer:
     bias: str | None
     summed: int
     features: int
-    sizes: tuple[int, int]  # of the summed dim and of the features
+    sizes: tuple[int, int]  # sizes of the summed dim and of the features
 
     def blocks(self, parts: int) -> str:
         """A fused projection's blocks, as text of a placement; "" if `parts` does not divide one of them."""
@@ -63,7 +63,8 @@ def _linear(node: fx.Node) -> LinearLayer | None:
     if operands is None or (held := _parameter(operands[1])) is None:
         return None
     given, weight, bias, rows, columns = operands
-    shape, turned = type_of(weight).shape, _origin(weight, ("identity", "t", "to"))[1]
+    shape = type_of(weight).shape
+    turned = _origin(weight, ("identity", "t", "to"))[1]
     sizes = (shape[rows], shape[columns])
     return LinearLayer(node, given, held, _parameter(bias), rows ^ turned, columns ^ turned, sizes)
 
@@ -110,7 +111,8 @@ def _blocks(node: fx.Node, features: int) -> tuple[int, ...]:
 
 def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
     """Cut linear layers in order: by output features if the input is whole, else by input features."""
-    axis, parts = mesh.axes[axes[0]], mesh.shape[axes[0]]
+    axis = mesh.axes[axes[0]]
+    parts = mesh.shape[axes[0]]
     cut: set[fx.Node] = set()  # values whose features are cut
     found: dict[str, ParameterCut] = {}
 
@@ -125,7 +127,8 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
             cut.add(node)
         if info(node).kind != "op":
             continue
-        linear, table = _linear(node), _table(node)
+        linear = _linear(node)
+        table = _table(node)
         if linear is not None:
             known = found.get(linear.weight)  # tied to one that came before
             by_input = linear.summed in known.dims() if known else linear.given in cut
@@ -156,7 +159,8 @@ def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Par
     for node in graph.nodes:
         if info(node).kind != "op":
             continue
-        linear, table = _linear(node), _table(node)
+        linear = _linear(node)
+        table = _table(node)
         if linear is not None and linear.sizes[1] % parts == 0:
             by = linear.blocks(parts)
             put(linear.weight, f"S({linear.features}{by})@{second}", linear.summed, linear.sizes[0])
@@ -184,7 +188,8 @@ def _three_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, P
             by_axis[node] = by_axis[node.args[0]]
         if info(node).kind != "op":
             continue
-        linear, table = _linear(node), _table(node)
+        linear = _linear(node)
+        table = _table(node)
         if linear is not None:
             known = found.get(linear.weight)  # tied to one that came before
             inner = by_axis.get(linear.given, c) if known is None else _inner(linear, known, mesh, (b, c))

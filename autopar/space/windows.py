@@ -39,9 +39,9 @@ class Window:
     way: str  # "forward" or "backward"
     span: tuple[int, int]  # the first and the last of the sites that compute, as forward runs them
     name: str
-    times: int  # in a step
-    communication: tuple[tuple[int, np.ndarray], ...]  # of an edge by [given, taken]
-    compute: tuple[tuple[int, np.ndarray], ...]  # of a site by choice
+    times: int  # number of times in a step
+    communication: tuple[tuple[int, np.ndarray], ...]  # an edge and its table by [given, taken]
+    compute: tuple[tuple[int, np.ndarray], ...]  # a site and its table by choice
 
     def seconds(self, picked: Sequence[int], edges: Sequence[Edge]) -> tuple[float, float]:
         """(communication, compute) seconds of the window under the picked choices."""
@@ -51,7 +51,8 @@ class Window:
 
 def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
     """Indices of items grouped in order into buckets, each closed once it holds `full` bytes or more."""
-    found, held = list[list[int]](), full
+    found = list[list[int]]()
+    held = full
     for k, size in enumerate(sizes):
         if held >= full:
             found.append([])

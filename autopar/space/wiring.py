@@ -23,7 +23,7 @@ class Wiring:
     edges: tuple[Edge, ...]
     values: tuple[fx.Node, ...]  # edge -> the value that it carries
     takers: tuple[fx.Node, ...]  # edge -> the node that takes it
-    index: Mapping[SiteKey, int]  # of each site
+    index: Mapping[SiteKey, int]  # site -> its place in `sites`
 
     def site(self, node: fx.Node) -> Site:
         return self.sites[self.index[node]]
