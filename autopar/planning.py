@@ -39,8 +39,8 @@ from autopar.space.space import Outdone, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 
 log = logging.getLogger("autopar")
-FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
-_SEARCHES = 5  # for a plan whose kernels stand where they are counted, before one without kernels is made
+FREE = 0.02  # Share of a step that chunks of the loss head may cost before the whole head is searched too.
+_SEARCHES = 5  # Searches for a plan that can run its kernels, before one without kernels is made.
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
 
@@ -124,7 +124,7 @@ class Planning:
         plan = self._planned(mesh, known)
         if not plan.kernels or not is_traced(self.request.hardware.device.kernels):
             return plan
-        apart, bound = self.apart, plan.lower_bound_s  # in other plans a kernel may stand for what is apart in this
+        apart, bound = self.apart, plan.lower_bound_s  # Other plans may still run the kernels that this one cannot.
         for search in range(1, _SEARCHES + 1):
             chunks = plan.chunks if self.graph.chunks == 1 else 1
             graph = in_chunks(self.graph, chunks, self.request.keeps_outputs)
@@ -308,7 +308,7 @@ class Planning:
         )
 
     def _bound_of(self) -> str:
-        """In words, the plans of which the bound is: those that keep to pins, or run in turns and chunks."""
+        """The plans that the bound holds for, in words: those that keep to pins, or run in turns and chunks."""
         asked = self.request
         pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
         pins += ["the constraints"] if asked.constraints else []

@@ -32,7 +32,7 @@ from autopar.solver.rivals import PricedSpace
 from autopar.turns import head_of
 
 log = logging.getLogger("autopar")
-_BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against
+_BESIDE = ("dp", "zero3", "megatron")  # presets that a plan is compared with
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
 _MORE_ROWS = 2  # times the rows of a micro-batch before: no plan is looked for in which more pass at once
 _TURNS_TRIED = 3  # numbers of turns, before what the last two lack says exactly whether more may fit
@@ -105,7 +105,7 @@ def _in_few_turns(
     if request.microbatches != "auto":
         turned = request.in_turns(graph, int(request.microbatches))
         return _on_meshes(Planning(request, turned, until, is_trial=is_trial))
-    letters: dict[int, Infeasible] = {}  # by micro-batches
+    letters: dict[int, Infeasible] = {}  # number of micro-batches -> the letter that refused it
     able = list(_numbers_of_turns(rows_of_batch(graph)))
     for turns in [n for n in able if n >= fewest] or able[-1:]:
         if letters and _are_too_few(letters, turns, request.budget):

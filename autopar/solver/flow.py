@@ -70,7 +70,7 @@ class Network:
     def _paths(self, source: int, sink: int, levels: list[int]) -> Iterator[list[int]]:
         """Paths with room whose arcs each go down one level; the caller fills one before asking for the next."""
         heads, room, leaving = self.heads, self.room, self.leaving
-        tried = [0] * len(leaving)  # by node, the number of arcs that lead nowhere any more
+        tried = [0] * len(leaving)  # node -> the number of its arcs that are known to lead nowhere
         path: list[int] = []
         node = source
         while True:

@@ -27,17 +27,18 @@ import numpy as np
 from autopar.solver.states import Again, StateSearch, StepStates
 from autopar.space.timeline import Momentary, Passing, Timeline
 
-_SLOTS = 512  # of room
-_SPARE = 1.25  # times the budget: the most room that is asked for
-_JOINED = (1, 2)  # stages of one way
-_LARGEST = 6  # values of a stage, any of which are saved
-_PRICES = tuple(4.0**k for k in range(-4, 6))  # times the usual one, for the other values
-_LONGEST = 24  # stages in a group
-_NEAR = 3  # ops on either side of a stage's beginning, where no fewer bytes are alive
-_TRIED = 12  # rooms
-_FINER, _BESIDE = 256, 6  # values that are made in passing besides, and how many are tried where the step is fullest
-_WIDE = 2.0  # times the bytes that are alive at both neighbours: no stage begins there
-_WORK = 1 << 16  # runs that are gone through for that, in all
+_SLOTS = 512  # slots into which room is rounded
+_SPARE = 1.25  # most room that is asked for, in budgets
+_JOINED = (1, 2)  # numbers of stages in one way
+_LARGEST = 6  # largest values of a stage, of which every subset is tried
+_PRICES = tuple(4.0**k for k in range(-4, 6))  # prices of a byte for the other values, as multiples of the usual one
+_LONGEST = 24  # most stages in a group
+_NEAR = 3  # ops on either side among which the beginning of a stage has the fewest live bytes
+_TRIED = 12  # most rooms that are tried
+_FINER = 256  # most further values that are made in passing
+_BESIDE = 6  # values that are tried for each, where the step is fullest
+_WIDE = 2.0  # ratio of live bytes to those at both neighbours, above which no stage begins
+_WORK = 1 << 16  # limit on work for these, in runs of the timeline
 
 
 def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) -> StepStates | None:
@@ -50,7 +51,8 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
     stages = _Stages(search.line)
     tables = _StageTables(stages, _ways_of(stages, is_all_or_none), budget * _SPARE / _SLOTS)
     found = list[StepStates]()
-    under, over = -math.inf, math.inf  # rooms that lead under the budget, or to nothing; and over it
+    under = -math.inf  # the largest room that led under the budget, or to nothing
+    over = math.inf  # the smallest room that led over the budget
     room, step = budget, 1.0
     for _ in range(_TRIED):
         chosen = tables.chosen(room)
@@ -228,10 +230,10 @@ class _Way:
 
     stages: int  # their number
     again: Again  # runs whose values are not saved
-    seconds: float  # of repeating them when backward comes there
-    passing: float  # of going through the stages once more, with what is saved
-    saved: float  # bytes of that, and of what leaves the stages
-    peak: float  # bytes of their own backward
+    seconds: float  # seconds of repeating those runs once, in backward
+    passing: float  # seconds of running the stages once more, given what is saved
+    saved: float  # bytes of the saved values and of those that leave the stages
+    peak: float  # peak bytes of the backward of the stages
 
 
 def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
@@ -239,7 +241,8 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
 
     Stages that are alike share the sets of runs to choose among.
     """
-    alike: dict[Any, list[tuple[frozenset[int], np.ndarray]]] = {}  # with bytes of their backward by time
+    # The sets of runs for stages of a kind, each with the bytes of its backward by time.
+    alike: dict[Any, list[tuple[frozenset[int], np.ndarray]]] = {}
     found = []
     for first in range(len(stages)):
         ways = list[_Way]()
@@ -292,7 +295,7 @@ def _best(ways: Iterable[_Way]) -> list[_Way]:
     """The ways on the Pareto front of bytes saved, seconds, peak and seconds in passing."""
     ordered = sorted(ways, key=lambda way: (way.saved, way.seconds, way.peak, way.passing))
     figures = np.array([(way.saved, way.seconds, way.peak, way.passing) for way in ordered])
-    is_as_good = (figures[:, None] <= figures).all(axis=2)  # a way as one after it
+    is_as_good = (figures[:, None] <= figures).all(axis=2)  # whether one way is as good as another, for all pairs
     beaten = np.triu(is_as_good, 1).any(axis=0)
     return [way for way, is_beaten in zip(ordered, beaten.tolist(), strict=True) if not is_beaten]
 
@@ -308,7 +311,7 @@ class _StageTables:
         through = [
             stages.seconds_of(stages.made(entering[s + 1]), frozenset(stages.runs(s, s + 1))) for s in range(count)
         ]
-        # of each pick the place of a way, or minus the stage before which the rest is kept
+        # Tables of picks hold the place of a way, or minus the stage up to which the values are kept.
         self.again: dict[tuple[int, int], np.ndarray] = {}
         self.picked: dict[tuple[int, int], np.ndarray] = {}
         for s in range(count - 1, -1, -1):
@@ -388,7 +391,7 @@ class _StageTables:
         if end < t:
             self._note(until, way.again, stages.begins[end] - 1)
             self._go_through(end, t, left - self._slots(way.saved), until)
-        else:  # backward is here already: each goes behind its last reader
+        else:  # Backward starts with these stages, so each value can go after its last reader.
             for i in way.again:
                 self._note(until, [i], max(stages.reach[v] for v in stages.line.runs[i].makes))
 

@@ -18,14 +18,16 @@ from autopar.solver.polish import polished
 from autopar.solver.searches import Task
 from autopar.solver.standing_bytes import MANY
 
-DEARER = 8.0  # times the last price, while all that was met is over the budget
-_LOWER = 0.95  # of the smallest plan's bytes: the next budget for which one is looked for
-_DEAR = (30.0,)  # times the usual price of a byte, where small shardings are looked for
-_NEARLY, _FEW = 0.02, 2  # a gap at which the fastest shardings are good enough, and so many of the smallest
-_STEP = 3.0  # times the price of the best bound: no price of a byte alone is further from it
-_ROUGHLY = 0.08  # of what is open where memory is nothing yet: a bound that can rise by less is left as it is
-_CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of prices is halved
-_MOST = 8  # shardings that are handed on: so many
+DEARER = 8.0  # factor by which the price rises while all known plans are over the budget
+_LOWER = 0.95  # next budget of the search for a smaller plan, as a share of the smallest plan's bytes
+_DEAR = (30.0,)  # prices of a byte for small shardings, as multiples of the usual price
+_NEARLY = 0.02  # gap at which the fastest shardings are good enough
+_FEW = 2  # number of smallest shardings that are tried where none fits
+_STEP = 3.0  # largest factor between a price of a byte alone and that of the best bound
+_ROUGHLY = 0.08  # share of the open gap without a budget: a round that can close less is not run
+_CHEAP = 1e-24  # lowest price, in seconds a byte
+_HALVINGS = 48  # times that the range of prices is halved
+_MOST = 8  # most shardings that are handed on
 
 
 @dataclass(slots=True, eq=False)
@@ -33,17 +35,17 @@ class JointSearch:
     """The joint search of one space; what it has met and proven serves one budget after the other."""
 
     task: Task
-    free: Outcome  # where memory is nothing
+    free: Outcome  # the search without a budget
     tables: JointTables
     met: dict[tuple[int, ...], Lined]  # shardings by their choices; the first is the fastest
     stopped: list[str]
-    # at prices that were tried: bounds of seconds and priced bytes, and where a space is large what they are about
+    # Bounds at the prices that were tried; in a large space first in single precision, which proves nothing.
     bounds: dict[JointPrices, float] = field(default_factory=dict)
     rough: dict[JointPrices, float] = field(default_factory=dict)
-    worths: dict[JointPrices, Availability] = field(default_factory=dict)  # of availability
-    small: list[Lined] = field(default_factory=list)  # as far as `_where_bytes_are_dear` has come
-    smallest: Point | None = None  # once it was searched for
-    _bare: Budgeted | None = None  # see `bare`
+    worths: dict[JointPrices, Availability] = field(default_factory=dict)  # prices -> the availability prices
+    small: list[Lined] = field(default_factory=list)  # shardings that `_where_bytes_are_dear` has found so far
+    smallest: Point | None = None  # the plan of the lowest peak; None until it is searched for
+    _bare: Budgeted | None = None  # the space of `bare`; None until it is asked for
 
     @staticmethod
     def of(task: Task) -> JointSearch | None:

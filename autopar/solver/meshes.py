@@ -19,13 +19,13 @@ from autopar.solver.plan import Plan
 from autopar.space.space import Outdone
 
 MOST_AXES = 2
-ALIKE = 0.02  # of a step: below the accuracy of any source of seconds (`sharding/certainty.py`)
+ALIKE = 0.02  # Relative difference of step times that no source of seconds resolves (`sharding/certainty.py`).
 
 
 def meshes(devices: int, axes: int = MOST_AXES) -> list[DeviceMesh]:
     """All meshes of this number of devices, those of few axes first."""
     if devices < 1:
-        raise BadSharding(f"{devices} is no number of devices")
+        raise BadSharding(f"{devices} is not a valid number of devices")
     return [DeviceMesh(shape) for shape in sorted(_factored(devices, axes), key=lambda shape: (len(shape), shape))]
 
 

@@ -24,10 +24,10 @@ class Point:
     momentary: Momentary  # bytes that are there during part of a time only
     in_line: float = 0.0  # seconds without the communication in windows
     over: tuple[float, ...] = ()  # communication less compute, by kind of window
-    recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/timeline.py`),
-    recompute_s: float = 0.0  # seconds of that
-    recompute_hidden_s: float = 0.0  # those of them that hide communication
-    passing: Mapping[str, str] = field(default_factory=dict)  # values that are made more than once, each with an op
+    recomputed: frozenset[str] = frozenset()  # values that are recomputed in backward (see `space/timeline.py`),
+    recompute_s: float = 0.0  # seconds of recomputation
+    recompute_hidden_s: float = 0.0  # seconds of recomputation that overlap communication
+    passing: Mapping[str, str] = field(default_factory=dict)  # values that are recomputed more than once -> an op
 
     @property
     def peak(self) -> float:
@@ -76,7 +76,7 @@ class Points:
     def __init__(self, space: Space) -> None:
         windows = space.windows
         kinds: dict[Any, int] = {}
-        self.kind_of = []  # of each window; those whose tables are the same are of one kind
+        self.kind_of = []  # the kind of each window: windows with the same tables are of one kind
         for w in windows:
             key = (w.times, *(id(t) for _, t in (*w.communication, *w.compute)))
             self.kind_of.append(kinds.setdefault(key, len(kinds)))

@@ -28,11 +28,15 @@ from autopar.space.lookup import Tables, Taken
 from autopar.space.space import Edge, Site, Space
 from autopar.space.windows import Window
 
-_GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000  # of the integer program
-_CLOSE, _FEW = 0.01, 4  # of a bound: what a plan may be worth more, to be built upon; and so many are, if there are
-_STEPS = 3  # of the search for a price of memory
-_ENOUGH, _CLOSED = 1e-3, 1e-9  # a gap that is not worth it where tables are large, and one that is rounding
-_BIG = 1e9  # seconds of what leads nowhere
+_GAP = 4e-3  # gap of the integer program
+_NODES = 50  # most nodes of its search tree
+_PIVOTS = 5_000  # most pivots of each of its linear programs
+_CLOSE = 0.01  # relative excess over the bound up to which plans are combined
+_FEW = 4  # least number of plans that are combined
+_STEPS = 3  # steps of the search for a price of memory
+_ENOUGH = 1e-3  # gap that is not worth combining plans where tables are large
+_CLOSED = 1e-9  # gap that is rounding
+_BIG = 1e9  # seconds that stand for infinity
 
 
 def polished(
@@ -101,7 +105,7 @@ def alike(
         saved = sum(p * (over.held[t] - under.held[t]) for t, p in prices.items())
         if saved <= 0 or under.seconds <= over.seconds:
             break
-        # at which both are worth the same: something between them may be worth more
+        # At this height both plans cost the same, and a plan between them may cost less.
         height = (under.seconds - over.seconds) / saved
     return found
 
@@ -126,7 +130,8 @@ def with_equal_layers(
     if answer.picked is None:
         return None
     point = counted.point(folded.unfold(answer.picked))
-    return point if np.isfinite(point.seconds) else None  # of a search that was stopped, choices may not go together
+    # A stopped search may return choices that do not go together.
+    return point if np.isfinite(point.seconds) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +139,8 @@ class _Folded:
     """A space with one site for each kind of site, limited to choices that the plans met so far have taken."""
 
     space: Space
-    kind: list[int]  # of every site: which site of the folded space
-    left: list[np.ndarray]  # of those: the choices that are left
+    kind: list[int]  # the site of the folded space for each site
+    left: list[np.ndarray]  # the remaining choices of each folded site
 
     def unfold(self, picked: Sequence[int]) -> list[int]:
         return [int(self.left[k][picked[k]]) for k in self.kind]

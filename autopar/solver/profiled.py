@@ -62,7 +62,7 @@ class StepTimeline:
         for which, events in enumerate((self.events, measured(profile))):
             for event in events:
                 kind = COMMUNICATION if event.lane == COMMUNICATION else self.kinds.get(event.place, COMMUNICATION)
-                if event.part != "optimizer":  # which is not in the program
+                if event.part != "optimizer":  # The emitted program does not include the optimizer.
                     found.setdefault(kind, [0.0, 0.0])[which] += event.seconds
         return {kind: (predicted, real) for kind, (predicted, real) in found.items()}
 

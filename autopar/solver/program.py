@@ -72,7 +72,7 @@ def solve(
     def curve(budgets: int | Sequence[int]) -> Curve:
         return _curve(widest(), solver, gap, recompute, budgets)
 
-    is_open = plan.gap > max(gap, _CLOSED)  # where the bound is met, what was stopped had nothing left to find
+    is_open = plan.gap > max(gap, _CLOSED)  # A plan that meets the bound makes stopped searches irrelevant.
     prices = found.outcome.prices if found.outcome else Prices({}, (0.0,) * counted.kinds)
     return replace(
         plan,

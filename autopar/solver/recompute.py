@@ -24,16 +24,19 @@ from autopar.solver.policies import Policy
 from autopar.solver.polish import with_equal_layers
 from autopar.solver.searches import Findings, SmallestPlan, Task
 
-_ROUNDS = 12  # of prices
-_AT_FIRST, _WORTH = 2, 0.01  # rounds, after which a space is left that can gain so little on a plan of another
-_MET = 1 + 1e-9  # of a budget, for rounding
-_FOR_BOUND = 4  # rounds more where none of its plans comes near that plan
-FAR = 1.25  # of a budget: no search has come to fit where the smallest plan that is met first holds more
-_LITTLE = 0.05  # of what is open: a bound that can rise by less is left as it is
-_IN_VAIN = 5  # rounds that lead nowhere, after which it is left too
-_OPEN, _SMALL_OPEN = 0.05, 0.02  # gaps beside the free plan's, from which on plans without recompute are looked at
-_KNOWN = 3  # shardings of budgets before that are looked at first
-_MIXED, _AGAIN = 8, 6  # shardings whose choices are mixed, and how often
+_ROUNDS = 12  # most rounds of prices
+_AT_FIRST = 2  # rounds of prices before a space is compared with another's plan
+_WORTH = 0.01  # relative gain on that plan that is not worth more rounds
+_MET = 1 + 1e-9  # relative excess over a budget that is rounding
+_FOR_BOUND = 4  # further rounds, for the bound alone, where no plan comes near the other space's
+FAR = 1.25  # Give up above this share of the budget: no search fitted when its smallest early plan held more.
+_LITTLE = 0.05  # share of the open gap: a round that can close less is not run
+_IN_VAIN = 5  # rounds without progress in a row that end the search
+_OPEN = 0.05  # gap, in addition to the free plan's, that is worth a search without recompute
+_SMALL_OPEN = 0.02  # the same in a small space, where that search is cheap
+_KNOWN = 3  # shardings from earlier budgets that are tried first
+_MIXED = 8  # fastest shardings whose choices are mixed
+_AGAIN = 6  # most times that choices are mixed
 
 Without = Callable[[], Findings]
 
@@ -73,7 +76,7 @@ class Within:
     joint: JointSearch
     budget: float
     best: Point | None = None
-    lined: Lined | None = None  # of the best
+    lined: Lined | None = None  # the sharding of the best plan
     tried: dict[tuple[int, ...], Lined] = field(default_factory=dict)  # shardings by their choices
     refined: Lined | None = None  # the sharding that was refined last
 
@@ -149,7 +152,7 @@ class Within:
         if key in self.tried or (self.best is not None and lined.point.seconds >= self.best.seconds):
             return
         if lined.at_step > self.budget:
-            return  # under any states
+            return  # The optimizer's step exceeds the budget, whatever is recomputed.
         self.tried[key] = lined
         plan = lined.within(self.budget, price)
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
@@ -172,8 +175,9 @@ class Within:
         joint, budget, lined = self.joint, self.budget, self.lined
         if lined is None:
             return
-        in_vain, lowest = 0, math.inf  # rounds that led nowhere, one after the other; and the lowest peak
-        moves = False  # do the prices of windows move, with that of a byte?
+        in_vain = 0  # rounds without progress in a row
+        lowest = math.inf  # the lowest peak so far
+        moves = False  # whether the prices of windows move along with that of a byte
         for _ in range(rounds):
             seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
             ahead, most = joint.ahead(budget)
@@ -254,7 +258,8 @@ def _auto(task: Task, without: Without) -> Findings:
     if needs > task.budget * _MET:
         return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.lowest(), needs=needs)
     if not within.is_near_rival and not within.comes_near() and within.best is None:
-        smallest = joint.lowest()  # which may fit where no fast sharding comes near
+        # The smallest plan may fit even where no fast sharding comes near the budget.
+        smallest = joint.lowest()
         if smallest.peak > task.budget:
             return Findings(None, joint.bound(task.budget), joint.free, lowest=smallest, needs=needs)
         within.best = smallest

@@ -21,15 +21,19 @@ from autopar.solver.groups import in_groups
 from autopar.solver.state_program import by_program
 from autopar.solver.states import Again, StateSearch, StepStates
 
-_STEP, _BEYOND = 2.0, 2  # of a price: by which it is raised, and how often beyond the first that leads under the budget
-_APART = 2  # steps in price under the budget from which on what is repeated is mixed; it is from nothing on, too
-_MIXED, _SLOTS = 6, 8192  # mixtures that are tried, and slots of their knapsack
-_TRIED = 256  # runs that are tried to be left out, those that take longest first
-_EXCHANGED, _PAIRED = 16, 32  # exchanges of two runs, and how many are tried for each
-_LOWERED, _NEXT = 24, 16  # steps to a lower peak, and states that are tried for each
-_WORK = 1 << 16  # runs that are gone through for either, in all: long lines are looked at less
-_MUCH = 0.4  # of all seconds of forward: where so much is repeated, some of it may better be repeated twice
-_FEW = 600  # runs that could be repeated, up to which an integer program is asked too
+_STEP = 2.0  # factor between prices
+_BEYOND = 2  # prices beyond the first that leads under the budget
+_APART = 2  # prices between the first base of mixtures and the last price over the budget
+_MIXED = 6  # mixtures that are tried
+_SLOTS = 8192  # slots of their knapsack
+_TRIED = 256  # longest repeated runs that are tried to be left out
+_EXCHANGED = 16  # most exchanges of two runs
+_PAIRED = 32  # pairs that are tried for each exchange
+_LOWERED = 24  # most steps to a lower peak
+_NEXT = 16  # runs that are tried for each step
+_WORK = 1 << 16  # limit on work, in runs of the timeline, for exchanges and for steps to a lower peak
+_MUCH = 0.4  # repeated share of the seconds of forward, above which repeating runs twice is tried
+_FEW = 600  # most names of values to recompute for which integer programs are tried
 _ROUNDING = 1e-12
 
 
@@ -147,7 +151,7 @@ def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int]
     if needed <= 0:
         return []
     slots = np.minimum((amounts * (_SLOTS / needed)).astype(int), _SLOTS)
-    least = np.full(_SLOTS + 1, math.inf)  # by slots that are needed
+    least = np.full(_SLOTS + 1, math.inf)  # needed slots -> the least cost
     least[0] = 0.0
     takes = list[np.ndarray]()
     for cost, n in zip(costs, slots, strict=True):

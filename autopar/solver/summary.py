@@ -21,14 +21,15 @@ from autopar.solver.figures import size, time
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan
 
-LINES, WIDTH = 15, 100
+LINES = 15
+WIDTH = 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
-_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # where there is none with a weight for sure
-_MOST = 0.9  # of the seconds of products: what holds for so many is said of all
+_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # names of products, where no op surely uses a weight
+_MOST = 0.9  # share of the seconds of products that counts as all of them
 _SOME = 0.1
-_LARGE = 0.02  # of a peak: smaller kinds of memory are one
-_NAMES = 6  # of modules or values that are named
+_LARGE = 0.02  # share of the peak under which kinds of memory are summed up as "others"
+_NAMES = 6  # most modules or values that are named
 _DEAREST = 5
 
 
@@ -231,7 +232,8 @@ def _role(plan: Plan, axis: int) -> _Role:
     is_batch = _cuts_batch(plan, axis)
     for name, d in _products(plan):
         cut = cut_of(d, axis)
-        cut = "rows" if cut == "positions" and is_batch else cut  # of a batch that lies along another dim
+        # Positions are rows where the batch is in another dim.
+        cut = "rows" if cut == "positions" and is_batch else cut
         seconds[cut] += d.seconds or 1e-12
         if cut == "weights":
             modules.add(_module(name))

@@ -22,9 +22,10 @@ from autopar.solver.polish import numbered
 from autopar.space.memory import Piece
 from autopar.space.space import Space
 
-_SAME, _LESS = 1e-12, 1e-9  # of the seconds: what those of two equal plans differ by, and communication that is less
-_MOST = 8  # changes of one kind of site
-_TRIES = 3  # with room for what the changes do not count
+_SAME = 1e-12  # relative difference of step times that counts as none
+_LESS = 1e-9  # communication that counts as none, as a share of the step time
+_MOST = 8  # most changes of one kind of site
+_TRIES = 3  # attempts, each with more room for bytes that changes do not count
 
 
 def settled(counted: Budgeted, best: Point, budget: float) -> Point:
@@ -36,7 +37,7 @@ def settled(counted: Budgeted, best: Point, budget: float) -> Point:
         point = counted.point(_Changes(counted.space, best, budget - room).run())
         if point.peak <= most:
             return point if point.seconds <= best.seconds * (1 + _SAME) else best
-        room += point.peak - most  # for what no sum of tables counts
+        room += point.peak - most  # Some bytes are in no table, so changes do not see them.
     return best
 
 
@@ -54,7 +55,7 @@ class _Changes:
         self.picked = list(best.picked)
         self.step = best.seconds
         self.held = best.held.copy()
-        self.room = best.seconds * _SAME  # that all changes together may take
+        self.room = best.seconds * _SAME  # seconds that all changes together may add
         self.pairs = np.array([w.seconds(best.picked, space.edges) for w in space.windows]).reshape(-1, 2)
         kinds: dict[int, list[int]] = {}
         for i, kind in enumerate(numbered(space)):
@@ -65,7 +66,7 @@ class _Changes:
         for k, e in enumerate(self.space.edges):
             self.near[e.source].append(k)
             self.near[e.target].append(k)
-        # of an edge the windows that it moves in, and its seconds there; of a site those beside which it computes
+        # The windows of each edge with the seconds of its communication in them, and the same for the compute of sites.
         self.moves: dict[int, list[tuple[int, np.ndarray]]] = {}
         self.runs: dict[int, list[tuple[int, np.ndarray]]] = {}
         for w, window in enumerate(space.windows):
