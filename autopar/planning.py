@@ -98,7 +98,8 @@ class Planning:
                 return False
             return True
 
-        given, preset = dict(self.request.constraints or {}), self.request.parallel
+        given = dict(self.request.constraints or {})
+        preset = self.request.parallel
         parts: list[tuple[str, dict[str, Any]]] = []
         if preset is not None:
             parts.append((f"parallel={preset!r}", {"parallel": None}))
@@ -124,7 +125,8 @@ class Planning:
         plan = self._planned(mesh, known)
         if not plan.kernels or not is_traced(self.request.hardware.device.kernels):
             return plan
-        apart, bound = self.apart, plan.lower_bound_s  # Other plans may still run the kernels that this one cannot.
+        apart = self.apart  # Other plans may still run the kernels that this one cannot.
+        bound = plan.lower_bound_s
         for search in range(1, _SEARCHES + 1):
             chunks = plan.chunks if self.graph.chunks == 1 else 1
             graph = in_chunks(self.graph, chunks, self.request.keeps_outputs)
@@ -149,7 +151,8 @@ class Planning:
 
     def _by_preset(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan on a mesh, by the preset that the request names, or freely."""
-        parallel, defaults = self.request.parallel, self.request.defaults(self.graph)
+        parallel = self.request.parallel
+        defaults = self.request.defaults(self.graph)
         if parallel is None:
             return self._solved(mesh, known, defaults)
         expert = preset_of(parallel, self.graph, mesh)
@@ -172,7 +175,8 @@ class Planning:
 
         Without a preset, which has windows of its own, all windows are searched, and the bound holds in any of them.
         """
-        spaces, found = self._spaces(mesh, known, preset), _Fastest(self.rival)
+        spaces = self._spaces(mesh, known, preset)
+        found = _Fastest(self.rival)
         left = list(spaces.windows)
         if not self.is_tight:
             left.clear()
@@ -232,7 +236,7 @@ class Planning:
     def _within_budget(
         self, least: int, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: Plan | None = None
     ) -> Plan:
-        """The fastest plan within the budget, in windows of `least` bytes; it hardly fits with every copy kept."""
+        """The fastest plan within the budget, in windows of `least` bytes, which may drop gathered copies."""
         space = spaces.of(least, regather=True)
         refuse_below(space, self.request.budget)
         return self._fastest(space, spaces, self.request.budget, defaults, rival)
@@ -376,7 +380,7 @@ class _Fastest:
         self.bound = math.inf
 
     def add(self, search: Callable[..., Plan]) -> None:
-        """Run a search, which raises `Outdone` where it finds no plan that is faster than the `rival` it is told."""
+        """Run a search; it raises `Outdone` where it finds no plan that is faster than its `rival`."""
         try:
             plan = search(rival=self.best)
         except Outdone as e:

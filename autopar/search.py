@@ -58,7 +58,9 @@ def plan_again(graph: Graph, request: Request, first: Plan, rows: int = 0, has_g
     Where no plan is found, constraints and preset are dropped, then the budget. `rows` are those of the first plan's
     batch, if they are known: many more rows pass in micro-batches of about as many, under the same budget.
     """
-    before, axes, asked = first.parameters, first.mesh.axes, dict(request.constraints or {})
+    before = first.parameters
+    axes = first.mesh.axes
+    asked = dict(request.constraints or {})
     stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
     reached = _matching(graph, asked)
     mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
@@ -128,7 +130,8 @@ def _in_few_turns(
 
 def _on_meshes(planning: Planning) -> Plan:
     """The fastest plan found on the mesh that is asked for, or on the best one."""
-    asked, hardware = planning.request.mesh, planning.request.hardware
+    asked = planning.request.mesh
+    hardware = planning.request.hardware
     if asked is None or (isinstance(asked, numbers.Integral) and not isinstance(asked, bool)):
         count = device_count(None if asked is None else int(asked), hardware)
         check_fits(count, hardware)

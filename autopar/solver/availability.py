@@ -84,7 +84,8 @@ class AvailabilityPrices:
         if exposed is None or not any(exposed):
             return (1.0,) * len(self.passages.ops)
         if exposed not in self._adds:
-            share, hides = self.space.setting.cluster.hidden / self.space.setting.passes, [0.0] * len(self.passages.ops)
+            share = self.space.setting.cluster.hidden / self.space.setting.passes
+            hides = [0.0] * len(self.passages.ops)
             for window, kind in zip(self.space.windows, self.kind_of_window, strict=True):
                 if window.way == "backward":
                     hides[self._at[window.span[1]]] += share * exposed[kind] * window.times
@@ -98,7 +99,8 @@ class AvailabilityPrices:
             saved = {v: price * float(line.bytes[v]) for v in range(len(line.bytes))}
             again = [run.seconds * adds[run.time] if run.is_op else run.seconds for run in line.runs]
             self._flow = cut(line, wanted, saved, again)
-            self._line, self._priced = line, (price, adds)
+            self._line = line
+            self._priced = (price, adds)
         return self._flow
 
     def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +118,8 @@ class AvailabilityPrices:
                     if given != arrived:
                         users[arrived] = users.get(arrived, 0) + 1
         for time in range(len(self.passages.ops) - 1, -1, -1):
-            op, run = self.passages.ops[time], line.run_of[time]
+            op = self.passages.ops[time]
+            run = line.run_of[time]
             shown = {m.shows: i for i, m in enumerate(op.made) if m.shows != OWN}
             same: dict[int, int] = {}
             for k in op.edges:

@@ -202,13 +202,16 @@ class Budgeted:
         plan, until the time `until`. They begin with those that `incumbents`, plans met before, lead to. Where tables
         are large, the bound is in single precision unless it `proves` it.
         """
-        points, times = list(incumbents), list[int]()
+        points = list(incumbents)
+        times = list[int]()
         at = Prices({}, (0.0,) * self.kinds)
         if points:
             times = sorted({t for p in points for t in self._overfull(p, budget)})
             at, _ = prices_of(points, times, budget, self.kinds)
         centre = at
-        bound, tried, asked = -math.inf, set[Any](), 0
+        bound = -math.inf
+        tried = set[Any]()
+        asked = 0
         enough = max(gap, _WORTH if self.rounds == ROUNDS else _SAME)
         for _ in range(self.rounds):
             point, worth = self._worth(at, budget, self.is_large)
@@ -217,7 +220,8 @@ class Budgeted:
             if math.isfinite(point.seconds) and not is_known:
                 points.append(point)
             if worth > bound:
-                centre, bound = at, worth
+                centre = at
+                bound = worth
             best = _fastest_within(points, budget)
             if bound >= self.rival:
                 break
@@ -233,9 +237,8 @@ class Budgeted:
             left = 0.0 if best is None else little * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
                 break  # The best prices ahead raise the bound too little.
-            # Until a plan fits, whole steps find the range of prices soonest, unless the last one did not raise the
-            # bound. Half steps are steadier. A known plan teaches nothing, so a whole step follows it: the prices
-            # ahead are the best for the known plans, and lead to an unknown one.
+            # Whole steps find the range of prices soonest while no plan fits and the bound rises, and leave plans
+            # that are known; half steps are steadier otherwise.
             leaps = is_known or (best is None and centre is at)
             steps = (ahead,) if leaps else (ahead.towards(centre), ahead)
             step = next((step for step in steps if step.rounded not in tried), None)
@@ -272,9 +275,9 @@ class Budgeted:
         return best, min(self._smallest[1], best.peak)
 
     def smallest_within(self, budget: float, like: Point) -> Point | None:
-        """The smallest plan, if it is within a budget; None, without a search, where it is proven that none is.
+        """The smallest plan if it fits a budget; None without a search where a proof says that none does.
 
-        The proofs that are tried are of the times at which the plan `like` is full: of each, and of all together.
+        The proofs look at the times at which the plan `like` is fullest: at each, and at all together.
         """
         times = self._peaks(like)
         for proof in ([*({t: 1.0} for t in times), dict.fromkeys(times, 1.0)]) if self._smallest is None else ():
@@ -291,10 +294,13 @@ class Budgeted:
 
     def _search_smallest(self) -> tuple[list[Point], float]:
         first, _ = self.at({})
-        points, times, bound = [first], self._peaks(first), 0.0
+        points = [first]
+        times = self._peaks(first)
+        bound = 0.0
         # The weights see only bytes in tables, so progress is measured in them.
         counted = [self.points.by_tables(first)]
-        weights, done = dict.fromkeys(times, 1.0 / len(times)), list[dict[int, float]]()
+        weights = dict.fromkeys(times, 1.0 / len(times))
+        done = list[dict[int, float]]()
         # A small weight on seconds decides the choices that no memory row mentions.
         a_little = 1e-3 * first.peak / max(_TINY, first.seconds)
         for _ in range(ROUNDS):
@@ -302,7 +308,8 @@ class Budgeted:
             if math.isfinite(point.seconds):
                 points.append(point)
                 counted.append(self.points.by_tables(point))
-            times, before = sorted({*times, *self._peaks(counted[-1])}), weights
+            times = sorted({*times, *self._peaks(counted[-1])})
+            before = weights
             weights, guess = _weights(counted, times)
             done.append(before)
             if min(p.peak for p in counted) <= guess * 1.001 or weights in done:

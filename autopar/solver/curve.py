@@ -72,7 +72,8 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
         return None
     if isinstance(budgets, int):
         budgets = between(_lowest(joint), joint.first.point.peak, budgets)
-    met, ordered = [joint.first.point], sorted(budgets, reverse=True)
+    met = [joint.first.point]
+    ordered = sorted(budgets, reverse=True)
     for lined in joint.met.values():
         met += [lined.under(states) for states in lined.states.known.values()]
     for k, budget in enumerate(ordered):

@@ -109,7 +109,8 @@ def _descended(problem: Problem, best: _Best, hubs: set[int], bound: float, wide
             least = least_by_choice(problem, hub, picked, widest, hubs)
             choice = int(np.argmin(least))
             if least[choice] < cost - _OPEN * max(0.0, cost - bound):
-                cost, picked = float(least[choice]), [*picked[:hub], choice, *picked[hub + 1 :]]
+                cost = float(least[choice])
+                picked = [*picked[:hub], choice, *picked[hub + 1 :]]
         if cost == before or cost - bound <= _OPEN * cost:
             break
     if cost == best[0]:

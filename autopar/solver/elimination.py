@@ -40,7 +40,8 @@ class Remainder:
     """The variables that are not eliminated yet: their costs, and the factors over them."""
 
     def __init__(self, problem: Problem, fixed: Mapping[int, int]) -> None:
-        self.once, self.shapes = problem.once, problem.shapes
+        self.once = problem.once
+        self.shapes = problem.shapes
         self.costs: dict[int, np.ndarray] = dict(enumerate(problem.costs))
         self.factors: dict[int, list[Factor]] = {v: [] for v in self.costs}  # variable -> the factors over it
         self.constant = 0.0
@@ -56,7 +57,9 @@ class Remainder:
         if not factor.scope:
             self.constant += float(factor.table)
         elif len(factor.scope) == 1:
-            (v,), (m,), before = factor.scope, factor.classes, self.costs[factor.scope[0]]
+            (v,) = factor.scope
+            (m,) = factor.classes
+            before = self.costs[factor.scope[0]]
             self.costs[v] = self.once("unary", (before, factor.table, m), lambda: before + factor.table[m])
         else:
             for v in factor.scope:
@@ -68,7 +71,8 @@ class Remainder:
 
     def take(self, v: int) -> tuple[np.ndarray, list[Factor]]:
         """The cost and factors of a variable, which are removed with it."""
-        cost, factors = self.costs.pop(v), self.factors.pop(v)
+        cost = self.costs.pop(v)
+        factors = self.factors.pop(v)
         for f in factors:
             for u in f.scope:
                 if u != v:
@@ -83,7 +87,8 @@ class Remainder:
         seen = [i for i, n in enumerate(factor.table.shape) if n > 1]
         shape = [factor.table.shape[i] for i in seen]
         table = self.once("squeezed", (factor.table,), lambda: factor.table.reshape(shape))
-        scope, classes = tuple(factor.scope[i] for i in seen), tuple(factor.classes[i] for i in seen)
+        scope = tuple(factor.scope[i] for i in seen)
+        classes = tuple(factor.classes[i] for i in seen)
         return Factor(scope, classes, table, factor.generation)
 
     def _without_fixed(self, factor: Factor, fixed: Mapping[int, int]) -> Factor:
@@ -153,10 +158,13 @@ class Hubs:
         cost, factors = left.take(hub)
         groups = self._groups(hub, factors)
         share = left.once(("share", len(groups)), (cost,), lambda: cost / len(groups))
-        touched, made = set[int](), list[int]()
+        touched = set[int]()
+        made = list[int]()
         for group in groups:
-            copy, left.count = left.count, left.count + 1
-            left.costs[copy], left.factors[copy] = share, []
+            copy = left.count
+            left.count = left.count + 1
+            left.costs[copy] = share
+            left.factors[copy] = []
             made.append(copy)
             for f in group:
                 touched.update(u for u in f.scope if u != hub)
@@ -313,7 +321,8 @@ class Elimination:
 
     def _eliminate(self, among: Collection[int] | None, only_cheap: bool = False) -> None:
         """Eliminate some variables, or all, in the order of the narrowest resulting table."""
-        left, queue = self.left, list[tuple[_Rank, int]]()
+        left = self.left
+        queue = list[tuple[_Rank, int]]()
         current: dict[int, _Rank] = {}
 
         def rank(v: int) -> None:
@@ -342,7 +351,8 @@ class Elimination:
         Where tables are equal, or cheap, factors from fewer eliminations come first: chains are halved rather than
         eaten from one end.
         """
-        factors, costs = self.left.factors[v], self.left.costs
+        factors = self.left.factors[v]
+        costs = self.left.costs
         axes: dict[int, dict[int, int]] = {}
         for f in factors:
             for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):

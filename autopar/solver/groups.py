@@ -53,7 +53,8 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
     found = list[StepStates]()
     under = -math.inf  # the largest room that led under the budget, or to nothing
     over = math.inf  # the smallest room that led over the budget
-    room, step = budget, 1.0
+    room = budget
+    step = 1.0
     for _ in range(_TRIED):
         chosen = tables.chosen(room)
         away = budget
@@ -62,7 +63,8 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
             away = budget - found[-1].peak
         under, over = (max(under, room), over) if away >= 0 else (under, min(over, room))
         is_between = math.isfinite(under) and math.isfinite(over)
-        room, step = (under + over) / 2 if is_between else room + step * away, 2 * step
+        room = (under + over) / 2 if is_between else room + step * away
+        step = 2 * step
         if room <= 0 or over - under < tables.unit or under >= _SPARE * budget:
             break
     fits = [states for states in found if states.peak <= budget]
@@ -136,7 +138,8 @@ class _Stages:
 
     def _fixed(self) -> np.ndarray:
         """Bytes of values that are never dropped, by time."""
-        line, last = self.line, 2 * self.line.ops - 1
+        line = self.line
+        last = 2 * self.line.ops - 1
         ends = list(self.reach)
         for run in line.runs:
             for v in run.keeps:
@@ -155,7 +158,8 @@ class _Stages:
 
     def before(self, op: int, states: StepStates) -> Iterator[Passing]:
         """Passings with more values that the backward of an op can do without for now, the largest first."""
-        line, begin = self.line, max((t for t in self.begins if t <= op), default=0)
+        line = self.line
+        begin = max((t for t in self.begins if t <= op), default=0)
         lie = {
             v: line.runs[line.made_by[v]].time
             for v in self.made(states.again)
@@ -183,7 +187,8 @@ class _Stages:
 
     def seconds_of(self, values: Iterable[int], again: Again) -> float:
         """Seconds of making these values again, where these runs are repeated."""
-        line, ran = self.line, set[int]()
+        line = self.line
+        ran = set[int]()
         pending = [v for v in values if not line.fixed[v]]
         while pending:
             i = line.made_by[pending.pop()]
@@ -197,7 +202,9 @@ class _Stages:
 
         Values that enter or leave the stages, or are never dropped, weigh nothing.
         """
-        line, begin, behind = self.line, self.begins[first], self.begins[end]
+        line = self.line
+        begin = self.begins[first]
+        behind = self.begins[end]
         here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
         number = {v: k for k, v in enumerate(v for i in here for v in line.runs[i].makes)}
 
@@ -217,7 +224,8 @@ class _Stages:
             for run in runs
         )
         stays = [bool(line.fixed[v]) or self.reach[v] >= behind for v in number]
-        size, ops = np.where(stays, 0.0, line.bytes[list(number)]), behind - begin
+        size = np.where(stays, 0.0, line.bytes[list(number)])
+        ops = behind - begin
         made_by = tuple(k for k, run in enumerate(ours) for _ in run.makes)
         leaves: np.ndarray = np.zeros(len(number), bool)
         held: np.ndarray = np.zeros(2 * ops)
@@ -277,17 +285,22 @@ def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:
 def _ways_among(
     stages: _Stages, first: int, end: int, sets: Iterable[tuple[frozenset[int], np.ndarray]]
 ) -> Iterator[_Way]:
-    """The ways that repeat each of these sets of runs of stages, given the bytes of their backward by time."""
-    line, begin, behind = stages.line, stages.begins[first], stages.begins[end]
+    """The ways that repeat each of these sets of runs; each set has the bytes of its backward by time."""
+    line = stages.line
+    begin = stages.begins[first]
+    behind = stages.begins[end]
     here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
-    own, leaving, made = frozenset(here), stages.leaving(here, end), stages.made(here)
+    own = frozenset(here)
+    leaving = stages.leaving(here, end)
+    made = stages.made(here)
     wanted = made & line.needed
     may_stay = {v for v in made if v in line.needed or stages.reach[v] >= behind}
     other = stages.other[2 * line.ops - behind : 2 * line.ops - begin]
     for again, held in sets:
         dropped = frozenset(here[k] for k in again).difference(leaving)
         kept = {v for v in may_stay if line.made_by[v] not in dropped}
-        seconds, passing = stages.seconds_of(wanted, dropped), stages.seconds_of(kept, own)
+        seconds = stages.seconds_of(wanted, dropped)
+        passing = stages.seconds_of(kept, own)
         yield _Way(end - first, dropped, seconds, passing, stages.bytes_of(kept), float((held + other).max()))
 
 
@@ -304,7 +317,9 @@ class _StageTables:
     """Dynamic programming tables: the least seconds of stages by slots of room, and the picks behind them."""
 
     def __init__(self, stages: _Stages, ways: Sequence[Sequence[_Way]], unit: float) -> None:
-        self.stages, self.ways, self.unit = stages, ways, unit
+        self.stages = stages
+        self.ways = ways
+        self.unit = unit
         count = len(stages)
         entering = [list[int]()] + [stages.leaving(stages.runs(s, s + 1), s + 1) for s in range(count)]
         self.entry = [self._slots(stages.bytes_of(stages.made(runs))) for runs in entering]
@@ -363,24 +378,29 @@ class _StageTables:
         left = min(_SLOTS, int(room / self.unit))
         if left < 0 or not math.isfinite(self.first[0][left]):
             return None
-        stages, again, until = self.stages, set[int](), dict[int, int]()
+        stages = self.stages
+        again = set[int]()
+        until = dict[int, int]()
         s = 0
         while s < len(stages):
             pick = int(self.chose[s][left])
             if pick >= 0:
                 way = self.ways[s][pick]
                 again |= way.again
-                left, s = left - self._slots(way.saved), s + way.stages
+                left = left - self._slots(way.saved)
+                s = s + way.stages
             else:
                 own = stages.runs(s, -pick)
                 again |= set(own).difference(stages.leaving(own, -pick))
                 self._go_through(s, -pick, left, until)
-                left, s = left - self.entry[-pick], -pick
+                left = left - self.entry[-pick]
+                s = -pick
         return frozenset(again), with_passing((), until)
 
     def _go_through(self, s: int, t: int, left: int, until: dict[int, int]) -> None:
         """Collect, in `until`, the runs in passing where stages s to t are made again in `left` slots of room."""
-        stages, pick = self.stages, int(self.picked[s, t][left])
+        stages = self.stages
+        pick = int(self.picked[s, t][left])
         if pick < 0:
             self._note(until, stages.runs(s, -pick), stages.begins[-pick] - 1)
             self._go_through(-pick, t, left - self.entry[-pick], until)

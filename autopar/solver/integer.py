@@ -45,7 +45,8 @@ class IntegerProgram:
     """The integer program of a space: its variables, objective terms and constraint rows."""
 
     def __init__(self, space: Space, backend: Any, fold: bool) -> None:
-        self.space, self.backend = space, backend
+        self.space = space
+        self.backend = backend
         costs, edges = fold_single_ends(space) if fold else ([s.seconds for s in space.sites], list(space.edges))
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
         self.x = x = [_picks(s, cost) for s, cost in enumerate(costs)]
@@ -253,7 +254,8 @@ def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _
 
 def fold_single_ends(space: Space) -> tuple[list[np.ndarray], list[Edge]]:
     """The costs of sites with edges of a single flow at one end folded in, and the edges that remain."""
-    costs, rest = [s.seconds.astype(float).copy() for s in space.sites], []
+    costs = [s.seconds.astype(float).copy() for s in space.sites]
+    rest = []
     for e in space.edges:
         if len(e.given) == 1:
             costs[e.target] += e.seconds[0, e.taken_by]

@@ -132,7 +132,8 @@ class JointTables:
     def problem(self, at: JointPrices, worth: Availability) -> Problem:
         """Seconds and priced bytes as tables to be minimised, under these availability prices."""
         once = Once()
-        price, base = at.of_byte, self.base(at.exposed)
+        price = at.of_byte
+        base = self.base(at.exposed)
         costs = list(base.costs)
         factors = list(base.factors)
         at_step = tuple({i: [held] for i, held in held_by.items()} for held_by in self.counted.row(self.step))
@@ -187,7 +188,8 @@ class JointTables:
     def _edge(self, once: Once, k: int, kept: bool, table: np.ndarray, price: float, worth: Availability) -> np.ndarray:
         """The table of an edge, with the cheapest state of what arrives."""
         leaving, arriving = float(worth.leaving[k]), float(worth.arriving[k])
-        edge, made = self.space.edges[k], self.passages.converted[k]
+        edge = self.space.edges[k]
+        made = self.passages.converted[k]
 
         def arrived_best() -> np.ndarray:
             moved = np.minimum(made * price, edge.forward * self.steps + leaving) - arriving

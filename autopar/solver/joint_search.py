@@ -56,7 +56,8 @@ class JointSearch:
         first = Lined.of(task, fastest) if fastest is not None else None
         if first is None or not first.line.names:
             return None
-        held, backward = first.point.held, 2 * first.line.ops
+        held = first.point.held
+        backward = 2 * first.line.ops
         tables = JointTables(task.counted, int(held[:backward].argmax()), backward + int(held[backward:].argmax()))
         return JointSearch(task, free, tables, {tuple(first.point.picked): first}, stopped)
 
@@ -115,25 +116,30 @@ class JointSearch:
 
         No bound is higher. Where all plans are over the budget, prices of a byte are raised, and the cost is infinite.
         """
-        times, met = (self.tables.time, self.tables.step), self._plans()
+        times = (self.tables.time, self.tables.step)
+        met = self._plans()
         held = np.array([[plan.held[t] for t in times] for plan in met])
         if (held.max(1) <= budget).any():
             prices, most = prices_of(met, times, budget, self.task.counted.kinds)
             of_byte, at_step = (prices.of_bytes.get(t, 0.0) for t in times)
             return JointPrices(of_byte, prices.exposed, at_step), most
-        best, tried = self.best_prices(budget), [(at.of_byte, at.at_step) for at in (*self.bounds, *self.rough)]
-        usual, are_over = self.first.states.usual_price(self.tables.time) / DEARER, held.min(0) > budget
+        best = self.best_prices(budget)
+        tried = [(at.of_byte, at.at_step) for at in (*self.bounds, *self.rough)]
+        usual = self.first.states.usual_price(self.tables.time) / DEARER
+        are_over = held.min(0) > budget
         dearest = np.max([(0.0, 0.0), *tried], 0) * DEARER
         raised = np.where(dearest > 0, dearest, usual)
         of_byte, at_step = np.where(are_over | ~are_over.any(), raised, (best.of_byte, best.at_step)).tolist()
         return JointPrices(of_byte, best.exposed, at_step), math.inf
 
     def ahead_alone(self, budget: float) -> JointPrices:
-        """The best price of a byte at the priced time, within a factor of the best bound's, with its other prices.
+        """Prices that differ from the best bound's in that of a byte, which is the best within a factor.
 
         Without this limit, a price from only a few plans would go too far.
         """
-        best, time, met = self.best_prices(budget), self.tables.time, self._plans()
+        best = self.best_prices(budget)
+        time = self.tables.time
+        met = self._plans()
         shares = np.array(best.exposed)
         at_step = best.at_step * np.array([plan.held[self.tables.step] - budget for plan in met])
         seconds = at_step + [plan.in_line + shares @ np.array(plan.over) for plan in met]
@@ -173,7 +179,7 @@ class JointSearch:
         return self._bare
 
     def that_fit_bare(self, budget: float) -> Iterator[Lined]:
-        """Shardings that are fast and fit in a budget with what no states change; if there are none, small ones.
+        """Fast shardings whose bytes that no states change fit in a budget; small ones if none fit.
 
         The fastest of them come first. In a large space they are those that are best where bytes are dear.
         """
@@ -189,7 +195,8 @@ class JointSearch:
 
     def _where_bytes_are_dear(self) -> Iterator[Lined]:
         """Shardings that are best where bytes are dear; each is looked for once."""
-        usual, exposed = self.first.states.usual_price(self.tables.time), self.free.prices.exposed
+        usual = self.first.states.usual_price(self.tables.time)
+        exposed = self.free.prices.exposed
         for k, times in enumerate(_DEAR):
             if k == len(self.small):
                 at = JointPrices(usual * times, exposed, usual * times)

@@ -96,12 +96,15 @@ class Points:
 
     def of(self, picked: Sequence[int]) -> Point:
         """The plan that picks these choices, with its exact seconds and bytes."""
-        taken, times, count = self.flows.under(picked), self.times_of_windows, len(self.times_of_windows)
+        taken = self.flows.under(picked)
+        times = self.times_of_windows
+        count = len(self.times_of_windows)
         whole = float(self.seconds.of_sites(taken).sum() + self.seconds.of_edges(taken).sum())
         moved = np.bincount(self.window_of_message, self.beside.of_edges(taken), count)
         run = np.bincount(self.window_of_run, self.beside.of_sites(taken), count)
         over = np.bincount(np.array(self.kind_of, int), times * (moved - run), self.kinds)
-        hidden, in_line = float((times * np.minimum(moved, run)).sum()), whole - float((times * moved).sum())
+        hidden = float((times * np.minimum(moved, run)).sum())
+        in_line = whole - float((times * moved).sum())
         held, momentary = self._held.under(taken) if self._held is not None else (np.zeros(1), Momentary.nothing(1))
         return Point(list(picked), whole - hidden, held, momentary, in_line, tuple(over.tolist()))
 

@@ -59,7 +59,8 @@ def polished(
 
 def _near(outcome: Outcome, budget: float) -> list[Point]:
     """The plans whose priced cost is near the bound; between others there is little to find."""
-    prices, worth = outcome.prices, {}
+    prices = outcome.prices
+    worth = {}
     for p in outcome.points:
         exposed = sum(share * over for share, over in zip(prices.exposed, p.over, strict=True))
         of_bytes = sum(price * (p.held[t] - budget) for t, price in prices.of_bytes.items() if price)
@@ -157,7 +158,8 @@ class _Folded:
         edge_of = _numbered(
             (kind[e.source], kind[e.target], e.operand, id(e.given_by), id(e.taken_by)) for e in space.edges
         )
-        edges, flows = list[Edge](), list[tuple[np.ndarray, np.ndarray]]()
+        edges = list[Edge]()
+        flows = list[tuple[np.ndarray, np.ndarray]]()
         for k, e, factor in zip(edge_of, space.edges, problem.factors, strict=True):
             if k == len(edges):
                 folded, of_edge = _with_flows(e, kind, left)
@@ -265,7 +267,8 @@ def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[P
     )[:3]
     if not over:
         return []
-    place, rows = _places(counted.space), [Tables(*(of.items() for of in counted.row(t))) for t in counted.rows]
+    place = _places(counted.space)
+    rows = [Tables(*(of.items() for of in counted.row(t))) for t in counted.rows]
     pairs = [pair for a in under for b in over for pair in ((a, b), (b, a))]
     found = [_best_splice(counted, rows, _Splices(counted, place, *pair), budget) for pair in pairs]
     return [p for p in found if p is not None]
@@ -291,7 +294,8 @@ class _Splices:
 
     def __init__(self, counted: Budgeted, place: np.ndarray, first: Point, second: Point) -> None:
         self.first, self.second = first, second
-        self.place, self.flows = place, counted.points.flows
+        self.place = place
+        self.flows = counted.points.flows
         self.count = len(place) + 1
         self.of_first, self.of_second = (
             counted.points.flows.under(first.picked),
@@ -303,7 +307,8 @@ class _Splices:
 
         An edge's entry changes with the first of its ends, then with the other.
         """
-        sites, places = len(tables.sites), self.place
+        sites = len(tables.sites)
+        places = self.place
         ends = places[self.flows.source[tables.edges]], places[self.flows.target[tables.edges]]
         first, second = self.of_first, self.of_second
         leaves_first = Taken(first.choices, first.leaves, second.arrives)
@@ -328,14 +333,17 @@ class _Splices:
     def hidden(self, counted: Budgeted) -> np.ndarray:
         """Seconds of communication that compute hides in all windows, by k."""
         start, entry, at, change = self.changes(counted.points.beside)
-        runs, times = len(counted.points.beside.sites), counted.points.times_of_windows
+        runs = len(counted.points.beside.sites)
+        times = counted.points.times_of_windows
         window = np.concatenate([counted.points.window_of_run, counted.points.window_of_message])
         # the windows' events in order: their beginning at 0, then one change after the other
         everything = np.concatenate([start, change])
         which = np.concatenate([np.arange(len(start)), entry])
         when = np.concatenate([np.zeros(len(start), int), at])
         order = np.lexsort((when, window[which]))
-        of, when, is_run = window[which][order], when[order], which[order] < runs
+        of = window[which][order]
+        when = when[order]
+        is_run = which[order] < runs
         amounts = everything[order]
         run, moved = (_sums_within(of, np.where(part, amounts, 0.0)) for part in (is_run, ~is_run))
         hides = times[of] * np.minimum(run, moved)
@@ -351,7 +359,8 @@ class _Splices:
 
 def _sums_within(groups: np.ndarray, amounts: np.ndarray) -> np.ndarray:
     """Cumulative sums that restart with each group; members of a group are adjacent."""
-    sums, begins = np.cumsum(amounts), np.flatnonzero(np.diff(groups, prepend=-1))
+    sums = np.cumsum(amounts)
+    begins = np.flatnonzero(np.diff(groups, prepend=-1))
     before = (sums - amounts)[begins]
     return sums - np.repeat(before, np.diff(begins, append=len(groups)))
 

@@ -88,12 +88,12 @@ class Within:
 
     @property
     def is_near_rival(self) -> bool:
-        """Whether the best plan is one that may become faster than a plan of another space, if there is such a plan."""
+        """Whether the best plan may become faster than the plan of another space, if there is one."""
         return self.best is not None and self.best.seconds <= (1 + _OPEN) * self.joint.task.counted.rival
 
     @property
     def is_wide(self) -> bool:
-        """Whether the gap is worth a search for shardings without recompute, which takes little in a small space."""
+        """Whether the gap is worth a search without recompute, which is cheap in a small space."""
         is_open = _OPEN if self.joint.task.counted.is_large else _SMALL_OPEN
         return self.gap > max(self.joint.task.gap, is_open + self.joint.own_gap)
 
@@ -135,7 +135,7 @@ class Within:
                 self._take(Lined.of(self.joint.task, point))
 
     def comes_near(self) -> bool:
-        """Whether a plan is found within the budget, or near it, of shardings that fit with what no states change."""
+        """Whether shardings that fit with the bytes that no states change lead to a plan near the budget."""
         lowest = math.inf
         for lined in self.joint.that_fit_bare(self.budget):
             self._take(lined)
@@ -172,14 +172,17 @@ class Within:
 
     def look_for_prices(self, rounds: int = _ROUNDS) -> None:
         """Find new shardings at prices of windows and of a byte at the fullest time, and raise the bound."""
-        joint, budget, lined = self.joint, self.budget, self.lined
+        joint = self.joint
+        budget = self.budget
+        lined = self.lined
         if lined is None:
             return
         in_vain = 0  # rounds without progress in a row
         lowest = math.inf  # the lowest peak so far
         moves = False  # whether the prices of windows move along with that of a byte
         for _ in range(rounds):
-            seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
+            seconds = self.best.seconds if self.best is not None else math.inf
+            highest = joint.about(budget)
             ahead, most = joint.ahead(budget)
             little = _LITTLE * (seconds - highest) if self.best is not None else -math.inf
             is_near = self.best is not None and seconds - highest <= joint.task.gap * seconds
@@ -192,7 +195,8 @@ class Within:
                 has_led = lined.lowest < lowest
             else:
                 has_led = max(seconds - self.best.seconds, joint.about(budget) - highest) > max(0.0, little)
-            in_vain, lowest = 0 if has_led else in_vain + 1, min(lowest, lined.lowest)
+            in_vain = 0 if has_led else in_vain + 1
+            lowest = min(lowest, lined.lowest)
             moves = moves == has_led
         joint.look_closely(budget)
 
@@ -201,7 +205,9 @@ class Within:
 
         The price of a byte is that at which the plans met so far cost most, as long as it leads to a new sharding.
         """
-        joint, task, tables = self.joint, self.joint.task, self.joint.tables
+        joint = self.joint
+        task = self.joint.task
+        tables = self.joint.tables
         if not task.space.windows:
             return
         points = sorted(self._shardings(), key=lambda p: p.seconds)[:_MIXED]
@@ -211,7 +217,8 @@ class Within:
                 return
             price, _ = joint.promising(self.budget, joint.met.values())
             price = price or dearest * DEARER or joint.ahead(self.budget)[0].of_byte
-            dearest, near = max(dearest, price), joint.best_at(price)
+            dearest = max(dearest, price)
+            near = joint.best_at(price)
             at = JointPrices(price, None, joint.best_prices(self.budget).at_step)
             problem = tables.problem(at, tables.prices.worth(near.line, price))
             point = with_equal_layers(task.counted, points, problem, task.solver, joint.stopped)
@@ -235,7 +242,8 @@ class Within:
         joint = self.joint
         tried = (*joint.bounds, *joint.rough)
         best = joint.best_prices(self.budget)
-        alone, half = joint.ahead_alone(self.budget), ahead.towards(best) if best.of_budget else ahead
+        alone = joint.ahead_alone(self.budget)
+        half = ahead.towards(best) if best.of_budget else ahead
         for step in (half, ahead, alone) if moves else (alone, half, ahead):
             if step.of_budget and not any(step.is_near(at) for at in tried):
                 return step
@@ -269,7 +277,8 @@ def _auto(task: Task, without: Without) -> Findings:
     within.run()
     found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
     if within.is_wide:  # shardings that need no recompute, or hold less
-        known, found = within.best, without()
+        known = within.best
+        found = without()
         if found.best is not None and (within.best is None or found.best.seconds < within.best.seconds):
             within.best = found.best
         points = frontier(found.outcome.points if found.outcome else [])

@@ -80,7 +80,8 @@ def _parts(search: StateSearch, again: Again) -> list[Again]:
 
     A run depends on another if it reads what that one makes and backward itself does not need.
     """
-    line, root = search.line, {i: i for i in again}
+    line = search.line
+    root = {i: i for i in again}
 
     def found(i: int) -> int:
         while root[i] != i:
@@ -105,13 +106,16 @@ def _with_parts(
     What a part lowers is estimated. Where the peak stays over the budget, so many more bytes are asked for; later
     amounts lie between one that led over the budget and one that led under it.
     """
-    least, most, needed = base.peak - budget, math.inf, base.peak - budget
+    least = base.peak - budget
+    most = math.inf
+    needed = base.peak - budget
     seconds = np.array([sum(search.line.costs[i] for i in part) for part in parts])
     lowered = np.array([_dropped(search, part, begins, time) for part in parts])
     for _ in range(_MIXED):
         chosen = lightest(seconds, lowered, needed)
         if chosen is None:
-            most, needed = needed, (least + needed) / 2
+            most = needed
+            needed = (least + needed) / 2
             continue
         states = search.of(base.again.union(*(parts[k] for k in chosen)))
         if states.peak <= budget:
@@ -160,7 +164,8 @@ def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int]
         least = np.minimum(least, cost + without)
     if not math.isfinite(least[_SLOTS]):
         return None
-    left, chosen = _SLOTS, list[int]()
+    left = _SLOTS
+    chosen = list[int]()
     for k in reversed(range(len(takes))):
         if takes[k][left]:
             chosen.append(k)
@@ -198,7 +203,9 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
 
     Of runs that take as long and drop as much, one stands for all.
     """
-    line, time, slack = search.line, int(best.held.argmax()), budget - best.peak
+    line = search.line
+    time = int(best.held.argmax())
+    slack = budget - best.peak
     begins = _begins(search, best.again)
     kinds: dict[tuple[bool, float, float], int] = {}
     for i, run in enumerate(line.runs):
@@ -231,7 +238,8 @@ def _lowered(search: StateSearch, budget: float) -> StepStates | None:
 
 def _next(search: StateSearch, states: StepStates) -> Iterable[Again]:
     """Sets of runs with one run less or more, of those whose values are largest where the step is fullest."""
-    line, time = search.line, int(states.held.argmax())
+    line = search.line
+    time = int(states.held.argmax())
     size = [sum(float(line.bytes[v]) for v in run.makes if not line.fixed[v]) for run in line.runs]
     alive = [i for i, run in enumerate(line.runs) if size[i] and run.time <= time]
     for i in sorted(alive, key=lambda i: -size[i])[:_NEXT]:

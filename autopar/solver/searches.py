@@ -176,7 +176,8 @@ class SmallerBudgets:
         return bool(self._budgets(task, found))
 
     def look(self, task: Task, found: Findings) -> Findings:
-        best, stopped = found.best, list(found.stopped)
+        best = found.best
+        stopped = list(found.stopped)
         for budget in self._budgets(task, found):
             if task.has_time:
                 outcome = task.counted.fastest(budget, task.gap, until=task.until, proves=False)
@@ -275,7 +276,8 @@ def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> 
 
     `lowest` is the smallest plan with recompute, and `needs` the bytes that no such plan goes under, as far as known.
     """
-    space, memory = task.space, task.space.memory
+    space = task.space
+    memory = task.space.memory
     assert memory is not None
     best, bound = (lowest, needs) if lowest is not None and len(space.sites) > MANY else task.counted.smallest()
     if lowest is None and task.is_small() and best.peak > bound:
@@ -301,7 +303,8 @@ def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> 
             stands=least_standing(space),
             fullest=f"{size(lowest.peak)} at the {when}, {recomputes}",
         )
-    fullest, bound = int(best.held.argmax()), max(bound, needs)
+    fullest = int(best.held.argmax())
+    bound = max(bound, needs)
     unaided = " that recomputes nothing" if task.recomputes else ""
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
     fills = ", ".join(f"{kind} {size(float(n))}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)

@@ -73,7 +73,8 @@ class _Program:
                 self.program.addConstraint(there >= self.runs[w])
 
     def _add_bytes(self) -> None:
-        line, windows = self.search.line, self.search.windows
+        line = self.search.line
+        windows = self.search.windows
         end = 2 * line.ops - 1
         last = [-1] * len(line.bytes)  # times of backward at which a value is needed by the backward of an op
         for run in line.runs:

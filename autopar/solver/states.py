@@ -69,9 +69,11 @@ class StateSearch:
         again = again | self.line.forced
         if (again, passing) not in self.known:
             through = self.line.under(again, passing)
-            ran, often = frozenset(through.ran), Counter(through.ran)
+            ran = frozenset(through.ran)
+            often = Counter(through.ran)
             often.subtract(self.line.once & ran)
-            seconds, hidden = sum(self.line.runs[i].seconds * n for i, n in often.items()), self.line.hidden(through)
+            seconds = sum(self.line.runs[i].seconds * n for i, n in often.items())
+            hidden = self.line.hidden(through)
             come = tuple(pair for pair in passing if pair[0] in ran)
             states = StepStates(ran, seconds - hidden, through.held, come, hidden)
             self.known[again, passing] = self.known[states.key] = states
@@ -122,7 +124,10 @@ class StateSearch:
         no more once it has risen.
         """
         price = price or self.usual_price(self.fullest) / _STEP**2
-        low, high, lowest, in_vain = 0.0, math.inf, math.inf, 0
+        low = 0.0
+        high = math.inf
+        lowest = math.inf
+        in_vain = 0
         for _ in range(_RAISED):
             peak = self.at_price(price).peak
             if peak <= budget:
@@ -151,7 +156,8 @@ class StateSearch:
                 break
             price = (under.seconds - over.seconds) / dropped
             found = self.at_price(price)
-            cost, known = found.seconds + price * found.held[time], over.seconds + price * over.held[time]
+            cost = found.seconds + price * found.held[time]
+            known = over.seconds + price * over.held[time]
             if found in (over, under) or cost >= known * (1 - _ROUNDING):
                 break
             if found.peak <= budget:
@@ -225,7 +231,8 @@ def cut(
     pending = [v for v in sorted(wanted) if not line.fixed[v]]
     asking = {v: network.add(source, runs + v, math.inf) for v in pending}
     reading: dict[tuple[int, int], int] = {}
-    seen, ran = set(pending), set[int]()
+    seen = set(pending)
+    ran = set[int]()
     # Only values that something wanted may depend on enter the network, which keeps it small.
     while pending:
         v = pending.pop()

@@ -96,7 +96,8 @@ def parts_of_step(plan: Plan) -> dict[str, float]:
     of_kind = defaultdict[str, float](float)
     for d in plan.decisions.values():
         of_kind[d.kind] += d.seconds
-    optimizer, of_step = of_kind.pop("parameter", 0.0), of_kind.pop("output", 0.0)
+    optimizer = of_kind.pop("parameter", 0.0)
+    of_step = of_kind.pop("output", 0.0)
     return {
         "compute": sum(of_kind.values()),
         "optimizer": optimizer,
@@ -130,7 +131,8 @@ def _warnings(plan: Plan) -> Iterator[_Line]:
         names = _named(Counter(map(_short, plan.without_rule)))
         yield "careful", f"replicated for want of a rule ({time(cost)} a step): {names}", 1
     if plan.unaligned:
-        lost, names = sum(plan.unaligned.values()), _named(Counter(map(_short, plan.unaligned)))
+        lost = sum(plan.unaligned.values())
+        names = _named(Counter(map(_short, plan.unaligned)))
         more = f"{names} would take {time(lost)} less with sizes that are multiples of 8"
         yield "careful", f"{more} (in transformers: model.resize_token_embeddings(None, pad_to_multiple_of=8))", 2
     for warning in plan.warnings:
@@ -228,7 +230,8 @@ class _Role:
 
 def _role(plan: Plan, axis: int) -> _Role:
     """The role of an axis in a plan."""
-    seconds, modules = defaultdict[str, float](float), set[str]()
+    seconds = defaultdict[str, float](float)
+    modules = set[str]()
     is_batch = _cuts_batch(plan, axis)
     for name, d in _products(plan):
         cut = cut_of(d, axis)

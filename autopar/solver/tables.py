@@ -144,13 +144,15 @@ def minimum_over(
     what = (is_finite.tobytes(), tuple(f.numbers(place) for f in factors))
     classes = tuple(m for f in factors for m in f.classes)
     at = shapes(what, classes, lambda: _Shape.of(v, finite, factors, scope))
-    kinds, shape = at.kinds, at.shape
+    kinds = at.kinds
+    shape = at.shape
     least = np.full(kinds.shape[1], math.inf, cost.dtype)
     np.minimum.at(least, at.where, cost[finite])
     terms = [spread.of(f.table) for spread, f in zip(at.spreads, factors, strict=True)]
     # Small tables are summed before they are broadcast to the shape of the result.
     order = sorted(range(len(terms)), key=lambda i: math.prod(terms[i].shape[1:]))
-    count, size = kinds.shape[1], math.prod(shape)
+    count = kinds.shape[1]
+    size = math.prod(shape)
     if count * size > _LARGE and (sides := _sides(least, terms, kinds, shape)) is not None:
         axis, rows, others = sides
         by_rows = _least_sums(rows, others).reshape(shape[axis], *shape[:axis], *shape[axis + 1 :])
@@ -268,8 +270,10 @@ def _least_sums(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
         able &= may | ~able[rival]  # Of two equal kinds, only one may rule out the other.
     result = np.empty((rows.shape[1], others.shape[1]), rows.dtype)
     able = np.ascontiguousarray(able.T)
-    left, of_rows = np.nonzero(able)[1], np.ascontiguousarray(rows.T)[able][:, None]
-    sums, start = np.empty_like(others), 0
+    left = np.nonzero(able)[1]
+    of_rows = np.ascontiguousarray(rows.T)[able][:, None]
+    sums = np.empty_like(others)
+    start = 0
     for i, end in enumerate(able.sum(axis=1).cumsum().tolist()):
         here = sums[: end - start]
         # The mode "raise" would write to a buffer first, and copy it.

@@ -32,7 +32,8 @@ def settled(counted: Budgeted, best: Point, budget: float) -> Point:
     """The plan that comes first among those as fast as the best, or faster, that changes from it lead to."""
     if not best.seconds > 0:
         return best
-    most, room = max(budget, best.peak), 0.0
+    most = max(budget, best.peak)
+    room = 0.0
     for _ in range(_TRIES):
         point = counted.point(_Changes(counted.space, best, budget - room).run())
         if point.peak <= most:
@@ -80,7 +81,8 @@ class _Changes:
             (self.on_edge if piece.is_edge else self.on_site).setdefault(piece.place, []).append(piece)
 
     def run(self) -> list[int]:
-        waiting, made = dict.fromkeys(range(len(self.kinds))), [0] * len(self.kinds)
+        waiting = dict.fromkeys(range(len(self.kinds)))
+        made = [0] * len(self.kinds)
         while waiting:
             k = next(iter(waiting))
             del waiting[k]
@@ -99,7 +101,8 @@ class _Changes:
         """Give sites that are alike the choice under which the plan comes first; False if nothing changes."""
         edges = sorted({k for i in alike for k in self.near[i]})
         more, moved, beside = self._seconds(alike, edges)
-        before, peak = {self.picked[i] for i in alike}, float(self.held.max())
+        before = {self.picked[i] for i in alike}
+        peak = float(self.held.max())
         able = [
             int(c)
             for c in np.flatnonzero((more <= self.room) & ((more < -_SAME * self.step) | (moved <= _LESS * self.step)))
@@ -118,10 +121,8 @@ class _Changes:
             self.pairs[w] += change[:, c]
         for i in alike:
             self.picked[i] = c
-        self.room, self.step = (
-            _SAME * self.step if more[c] < -_SAME * self.step else self.room - float(more[c]),
-            self.step + float(more[c]),
-        )
+        self.room = _SAME * self.step if more[c] < -_SAME * self.step else self.room - float(more[c])
+        self.step = self.step + float(more[c])
         return True
 
     def _order(self, more: float, moved: float, peak: float, kinds: int) -> tuple[float, ...]:
@@ -140,7 +141,9 @@ class _Changes:
 
         The last has, by window, [communication or compute, choice].
         """
-        count, members, once = len(self.space.sites[alike[0]].choices), set(alike), Once()
+        count = len(self.space.sites[alike[0]].choices)
+        members = set(alike)
+        once = Once()
         in_line, moved = np.zeros(count), np.zeros(count)
         beside: dict[int, np.ndarray] = {}
 
