@@ -39,8 +39,8 @@ from autopar.space.space import Outdone, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 
 log = logging.getLogger("autopar")
-FREE = 0.02  # Share of a step that chunks of the loss head may cost before the whole head is searched too.
-_SEARCHES = 5  # Searches for a plan that can run its kernels, before one without kernels is made.
+FREE = 0.02  # share of a step that chunks of the loss head may cost before the whole head is searched too
+_SEARCHES = 5  # most searches for a plan that can run its kernels, before one without kernels is made
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
 
@@ -369,7 +369,8 @@ class _Spaces:
 
     def wide(self, first: int) -> list[Space]:
         """The spaces with all that saves memory, the one of these windows first."""
-        return [self.of(least, regather=True) for least in (first, *(w for w in self.windows if w != first))]
+        others = [least for least in self.windows if least != first]
+        return [self.of(least, regather=True) for least in (first, *others)]
 
 
 class _Fastest:

@@ -34,8 +34,8 @@ from autopar.turns import head_of
 log = logging.getLogger("autopar")
 _BESIDE = ("dp", "zero3", "megatron")  # presets that a plan is compared with
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
-_MORE_ROWS = 2  # times the rows of a micro-batch before: no plan is looked for in which more pass at once
-_TURNS_TRIED = 3  # numbers of turns, before what the last two lack says exactly whether more may fit
+_MORE_ROWS = 2  # most rows of a micro-batch of another batch, as a multiple of those before
+_TURNS_TRIED = 3  # numbers of turns that are tried before the excess of the last two tells whether more may fit
 
 
 def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False, fewest: int = 1) -> Plan:

@@ -351,8 +351,7 @@ class Elimination:
         Where tables are equal, or cheap, factors from fewer eliminations come first: chains are halved rather than
         eaten from one end.
         """
-        factors = self.left.factors[v]
-        costs = self.left.costs
+        factors, costs = self.left.factors[v], self.left.costs
         axes: dict[int, dict[int, int]] = {}
         for f in factors:
             for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):

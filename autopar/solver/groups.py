@@ -206,7 +206,8 @@ class _Stages:
         begin = self.begins[first]
         behind = self.begins[end]
         here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
-        number = {v: k for k, v in enumerate(v for i in here for v in line.runs[i].makes)}
+        made = [v for i in here for v in line.runs[i].makes]
+        number = {v: k for k, v in enumerate(made)}
 
         def own(values: Iterable[int]) -> tuple[int, ...]:
             return tuple(number[v] for v in values if v in number)
@@ -411,7 +412,7 @@ class _StageTables:
         if end < t:
             self._note(until, way.again, stages.begins[end] - 1)
             self._go_through(end, t, left - self._slots(way.saved), until)
-        else:  # Backward starts with these stages, so each value can go after its last reader.
+        else:  # Backward is at these stages now, so each value can go after its last reader.
             for i in way.again:
                 self._note(until, [i], max(stages.reach[v] for v in stages.line.runs[i].makes))
 

@@ -19,7 +19,7 @@ from autopar.solver.plan import Plan
 from autopar.space.space import Outdone
 
 MOST_AXES = 2
-ALIKE = 0.02  # Relative difference of step times that no source of seconds resolves (`sharding/certainty.py`).
+ALIKE = 0.02  # relative difference of step times that no source of seconds resolves (`sharding/certainty.py`)
 
 
 def meshes(devices: int, axes: int = MOST_AXES) -> list[DeviceMesh]:

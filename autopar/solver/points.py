@@ -24,10 +24,10 @@ class Point:
     momentary: Momentary  # bytes that are there during part of a time only
     in_line: float = 0.0  # seconds without the communication in windows
     over: tuple[float, ...] = ()  # communication less compute, by kind of window
-    recomputed: frozenset[str] = frozenset()  # values that are recomputed in backward (see `space/timeline.py`),
+    recomputed: frozenset[str] = frozenset()  # values that are recomputed in backward (see `space/timeline.py`)
     recompute_s: float = 0.0  # seconds of recomputation
     recompute_hidden_s: float = 0.0  # seconds of recomputation that overlap communication
-    passing: Mapping[str, str] = field(default_factory=dict)  # values that are recomputed more than once -> an op
+    passing: Mapping[str, str] = field(default_factory=dict)  # value recomputed in passing -> its op
 
     @property
     def peak(self) -> float:

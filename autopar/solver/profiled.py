@@ -69,8 +69,10 @@ class StepTimeline:
     def compare(self, profile: Any) -> str:
         """A table of predicted and measured seconds by kind of op."""
         rows = sorted(self.by_kind(profile).items(), key=lambda row: -max(row[1]))
-        sums = tuple(sum(seconds[which] for _, seconds in rows) for which in (0, 1))
-        lines = [(kind, time(p), time(m), _ratio(p, m)) for kind, (p, m) in (*rows, ("all", sums))]
+        all_predicted = sum(predicted for _, (predicted, _) in rows)
+        all_measured = sum(real for _, (_, real) in rows)
+        rows.append(("all", (all_predicted, all_measured)))
+        lines = [(kind, time(p), time(m), _ratio(p, m)) for kind, (p, m) in rows]
         return "\n".join(aligned(("kind of op", "predicted", "measured", "predicted over measured"), lines))
 
 

@@ -33,7 +33,7 @@ _LOWERED = 24  # most steps to a lower peak
 _NEXT = 16  # runs that are tried for each step
 _WORK = 1 << 16  # limit on work, in runs of the timeline, for exchanges and for steps to a lower peak
 _MUCH = 0.4  # repeated share of the seconds of forward, above which repeating runs twice is tried
-_FEW = 600  # most names of values to recompute for which integer programs are tried
+_FEW = 600  # most runs that could be repeated for which integer programs are tried
 _ROUNDING = 1e-12
 
 
