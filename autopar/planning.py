@@ -38,8 +38,8 @@ from autopar.space.space import Outdone, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 
 log = logging.getLogger("autopar")
-FREE = 0.02  # of a step: what chunks of the loss head may take before the whole head is also searched under a budget
-_SEARCHES = 5  # for a plan whose kernels stand where they are counted, before one without kernels is made
+FREE = 0.02  # share of a step that chunks of the loss head may cost before the whole head is searched too
+_SEARCHES = 5  # most searches for a plan that can run its kernels, before one without kernels is made
 _MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
 
@@ -97,7 +97,8 @@ class Planning:
                 return False
             return True
 
-        given, preset = dict(self.request.constraints or {}), self.request.parallel
+        given = dict(self.request.constraints or {})
+        preset = self.request.parallel
         parts: list[tuple[str, dict[str, Any]]] = []
         if preset is not None:
             parts.append((f"parallel={preset!r}", {"parallel": None}))
@@ -123,7 +124,8 @@ class Planning:
         plan = self._planned(mesh, known)
         if not plan.kernels or not is_traced(self.request.hardware.device.kernels):
             return plan
-        apart, bound = self.apart, plan.lower_bound_s  # in other plans a kernel may stand for what is apart in this
+        apart = self.apart  # Other plans may still run the kernels that this one cannot.
+        bound = plan.lower_bound_s
         for search in range(1, _SEARCHES + 1):
             assert plan.search is not None and plan.fused is not None
             left = plan.search.counted_as_kernels - plan.fused.keys()
@@ -147,7 +149,8 @@ class Planning:
 
     def _by_preset(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan on a mesh, by the preset that the request names, or freely."""
-        parallel, defaults = self.request.parallel, self.request.defaults(self.graph)
+        parallel = self.request.parallel
+        defaults = self.request.defaults(self.graph)
         if parallel is None:
             return self._solved(mesh, known, defaults)
         expert = preset_of(parallel, self.graph, mesh)
@@ -170,7 +173,8 @@ class Planning:
 
         Without a preset, which has windows of its own, all windows are searched, and the bound holds in any of them.
         """
-        spaces, found = self._spaces(mesh, known, preset), _Fastest(self.rival)
+        spaces = self._spaces(mesh, known, preset)
+        found = _Fastest(self.rival)
         left = list(spaces.windows)
         if not self.is_tight:
             left.clear()
@@ -230,7 +234,7 @@ class Planning:
     def _within_budget(
         self, least: int, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: Plan | None = None
     ) -> Plan:
-        """The fastest plan within the budget, in windows of `least` bytes; it hardly fits with every copy kept."""
+        """The fastest plan within the budget, in windows of `least` bytes, which may drop gathered copies."""
         space = spaces.of(least, regather=True)
         refuse_below(space, self.request.budget)
         return self._fastest(space, spaces, self.request.budget, defaults, rival)
@@ -306,7 +310,7 @@ class Planning:
         )
 
     def _bound_of(self) -> str:
-        """In words, the plans of which the bound is: those that keep to pins, or run in turns and chunks."""
+        """The plans that the bound holds for, in words: those that keep to pins, or run in turns and chunks."""
         asked = self.request
         pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
         pins += ["the constraints"] if asked.constraints else []
@@ -363,7 +367,8 @@ class _Spaces:
 
     def wide(self, first: int) -> list[Space]:
         """The spaces with all that saves memory, the one of these windows first."""
-        return [self.of(least, regather=True) for least in (first, *(w for w in self.windows if w != first))]
+        others = [least for least in self.windows if least != first]
+        return [self.of(least, regather=True) for least in (first, *others)]
 
 
 class _Fastest:
@@ -374,7 +379,7 @@ class _Fastest:
         self.bound = math.inf
 
     def add(self, search: Callable[..., Plan]) -> None:
-        """Run a search, which raises `Outdone` where it finds no plan that is faster than the `rival` it is told."""
+        """Run a search; it raises `Outdone` where it finds no plan that is faster than its `rival`."""
         try:
             plan = search(rival=self.best)
         except Outdone as e:

@@ -32,10 +32,10 @@ from autopar.solver.rivals import PricedSpace
 from autopar.turns import head_of
 
 log = logging.getLogger("autopar")
-_BESIDE = ("dp", "zero3", "megatron")  # what a plan is held against
+_BESIDE = ("dp", "zero3", "megatron")  # presets that a plan is compared with
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
-_MORE_ROWS = 2  # times the rows of a micro-batch before: no plan is looked for in which more pass at once
-_TURNS_TRIED = 3  # numbers of turns, before what the last two lack says exactly whether more may fit
+_MORE_ROWS = 2  # most rows of a micro-batch of another batch, as a multiple of those before
+_TURNS_TRIED = 3  # numbers of turns that are tried before the excess of the last two tells whether more may fit
 
 
 def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False, fewest: int = 1) -> Plan:
@@ -58,7 +58,9 @@ def plan_again(graph: Graph, request: Request, first: Plan, rows: int = 0, has_g
     Where no plan is found, constraints and preset are dropped, then the budget. `rows` are those of the first plan's
     batch, if they are known: many more rows pass in micro-batches of about as many, under the same budget.
     """
-    before, axes, asked = first.parameters, first.mesh.axes, dict(request.constraints or {})
+    before = first.parameters
+    axes = first.mesh.axes
+    asked = dict(request.constraints or {})
     stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
     reached = _matching(graph, asked)
     mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
@@ -105,7 +107,7 @@ def _in_few_turns(
     if request.microbatches != "auto":
         turned = request.in_turns(graph, int(request.microbatches))
         return _on_meshes(Planning(request, turned, until, is_trial=is_trial))
-    letters: dict[int, Infeasible] = {}  # by micro-batches
+    letters: dict[int, Infeasible] = {}  # number of micro-batches -> the letter that refused it
     able = list(_numbers_of_turns(rows_of_batch(graph)))
     for turns in [n for n in able if n >= fewest] or able[-1:]:
         if letters and _are_too_few(letters, turns, request.budget):
@@ -128,7 +130,8 @@ def _in_few_turns(
 
 def _on_meshes(planning: Planning) -> Plan:
     """The fastest plan found on the mesh that is asked for, or on the best one."""
-    asked, hardware = planning.request.mesh, planning.request.hardware
+    asked = planning.request.mesh
+    hardware = planning.request.hardware
     if asked is None or (isinstance(asked, numbers.Integral) and not isinstance(asked, bool)):
         count = device_count(None if asked is None else int(asked), hardware)
         check_fits(count, hardware)

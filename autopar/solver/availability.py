@@ -36,17 +36,19 @@ class AvailabilityPrices:
         self.kinds = numbered(space)
         self.kind_of_window = kind_of_window
         self._at = {op.site: t for t, op in enumerate(passages.ops)}
-        self._adds: dict[Sequence[float], tuple[float, ...]] = {}  # the last that were asked for
+        self._adds: dict[Sequence[float], tuple[float, ...]] = {}  # exposed shares of the last call -> its result
         last = 2 * len(passages.ops) - 1
-        # by op, whether its backward is yet to come, or now
+        # Whether the backward of each op runs at the priced time or later.
         self.wants = [last - t >= time for t in range(len(passages.ops))]
-        self.kept = [self._kept(op, last - t) for t, op in enumerate(passages.ops)]  # of each edge of an op
-        self.leaving_edges: dict[tuple[int, int], list[int]] = {}  # of each value the edges over which it leaves
+        # Whether each operand of each op is kept at the priced time.
+        self.kept = [self._kept(op, last - t) for t, op in enumerate(passages.ops)]
+        self.leaving_edges: dict[tuple[int, int], list[int]] = {}  # value -> the edges over which it leaves its op
         inside = {k for op in passages.ops for k in op.edges}
         for k, source in enumerate(passages.sources):
             if source[0] >= 0 and k in inside and k not in passages.gathered:
                 self.leaving_edges.setdefault(source, []).append(k)
-        self._flow = CutFlow(frozenset(), {}, {})  # of the line that was cut last, at which price
+        # The last cut is remembered with its timeline and price: callers ask for the same one repeatedly.
+        self._flow = CutFlow(frozenset(), {}, {})
         self._line: Timeline | None = None
         self._priced: tuple[float, tuple[float, ...]] = (0.0, ())
 
@@ -82,7 +84,8 @@ class AvailabilityPrices:
         if exposed is None or not any(exposed):
             return (1.0,) * len(self.passages.ops)
         if exposed not in self._adds:
-            share, hides = self.space.setting.cluster.hidden / self.space.setting.passes, [0.0] * len(self.passages.ops)
+            share = self.space.setting.cluster.hidden / self.space.setting.passes
+            hides = [0.0] * len(self.passages.ops)
             for window, kind in zip(self.space.windows, self.kind_of_window, strict=True):
                 if window.way == "backward":
                     hides[self._at[window.span[1]]] += share * exposed[kind] * window.times
@@ -96,15 +99,16 @@ class AvailabilityPrices:
             saved = {v: price * float(line.bytes[v]) for v in range(len(line.bytes))}
             again = [run.seconds * adds[run.time] if run.is_op else run.seconds for run in line.runs]
             self._flow = cut(line, wanted, saved, again)
-            self._line, self._priced = line, (price, adds)
+            self._line = line
+            self._priced = (price, adds)
         return self._flow
 
     def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:
         """A cut's flows by edge, (leaving, arriving): from an op to its operands, and on to their makers."""
         edges = len(self.space.edges)
         leaving, arriving = np.zeros(edges), np.zeros(edges)
-        keepers: dict[int, int] = {}  # of each value the edges whose takers keep it
-        users: dict[int, int] = {}  # of each conversion the edges that take it
+        keepers: dict[int, int] = {}  # value -> the number of edges whose targets keep it
+        users: dict[int, int] = {}  # converted value -> the number of edges that use it
         for time, op in enumerate(self.passages.ops):
             for k, kept in zip(op.edges, self.kept[time], strict=True):
                 if k in line.travels:
@@ -114,7 +118,8 @@ class AvailabilityPrices:
                     if given != arrived:
                         users[arrived] = users.get(arrived, 0) + 1
         for time in range(len(self.passages.ops) - 1, -1, -1):
-            op, run = self.passages.ops[time], line.run_of[time]
+            op = self.passages.ops[time]
+            run = line.run_of[time]
             shown = {m.shows: i for i, m in enumerate(op.made) if m.shows != OWN}
             same: dict[int, int] = {}
             for k in op.edges:

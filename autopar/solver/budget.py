@@ -27,17 +27,21 @@ from autopar.solver.points import Point, Points
 from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space
 
-ROUNDS = 16  # of prices, at least; the search counts rounds, never seconds
-_MOST_ROUNDS, _WORK = 64, 1 << 21  # more of them where tables are small: so many entries in all
-_LARGE = 1 << 20  # entries, from which on prices are looked for in single precision
-_SAME, _MET = 1e-12, 1e-9
-_NEAR = 1e-3  # of a smallest peak and its bound: no more is looked for
-_ABSURD = 2  # times the seconds of the slowest plan: a bound that no plan will have
-_ASKED = 3  # how often it is looked whether there is any
-_WORTH, _LITTLE = 1e-6, 0.03  # of a bound, and of a gap: what is not worth a round
-_DEARER = (2.0, 10.0)  # times their seconds, where plans with fewer conversions are looked for
-_TINY, _ROUNDING = 1e-30, 1e-12
-_PIVOTS = 10_000  # of a linear program of prices, which has a row a plan
+ROUNDS = 16  # least number of rounds of prices; limits count work, not seconds, so that plans are reproducible
+_MOST_ROUNDS = 64  # most rounds of prices, where tables are small
+_WORK = 1 << 21  # table entries in all rounds together, beyond the least number of rounds
+_LARGE = 1 << 20  # table entries; above that, prices are searched in single precision
+_SAME = 1e-12  # relative gap that is rounding
+_MET = 1e-9  # relative excess over a budget that is rounding
+_NEAR = 1e-3  # relative gap between the smallest peak and its bound that ends the search for it
+_ABSURD = 2  # a bound this many times the slowest plan suggests that no plan fits the budget
+_ASKED = 3  # most attempts to prove that no plan fits
+_WORTH = 1e-6  # relative gain of the bound that is not worth a round
+_LITTLE = 0.03  # share of the open gap that is not worth a round
+_DEARER = (2.0, 10.0)  # factors on the seconds of conversions, to find plans with fewer of them
+_TINY = 1e-30
+_ROUNDING = 1e-12
+_PIVOTS = 10_000  # most pivots of a linear program of prices, which has a row for each plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,9 @@ class Outcome:
     best: Point | None
     bound: float
     points: list[Point]
-    prices: Prices  # those of the bound
-    hopeless: bool = False  # it is proven that no plan is within the budget
-    is_rough: bool = False  # the bound is from single precision: no proof
+    prices: Prices  # the prices that gave the bound
+    hopeless: bool = False  # whether it is proven that no plan fits the budget
+    is_rough: bool = False  # whether the bound is from single precision, and so proves nothing
 
 
 @dataclass
@@ -198,13 +202,16 @@ class Budgeted:
         plan, until the time `until`. They begin with those that `incumbents`, plans met before, lead to. Where tables
         are large, the bound is in single precision unless it `proves` it.
         """
-        points, times = list(incumbents), list[int]()
+        points = list(incumbents)
+        times = list[int]()
         at = Prices({}, (0.0,) * self.kinds)
-        if points:  # the prices that they lead to
+        if points:
             times = sorted({t for p in points for t in self._overfull(p, budget)})
             at, _ = prices_of(points, times, budget, self.kinds)
         centre = at
-        bound, tried, asked = -math.inf, set[Any](), 0
+        bound = -math.inf
+        tried = set[Any]()
+        asked = 0
         enough = max(gap, _WORTH if self.rounds == ROUNDS else _SAME)
         for _ in range(self.rounds):
             point, worth = self._worth(at, budget, self.is_large)
@@ -213,7 +220,8 @@ class Budgeted:
             if math.isfinite(point.seconds) and not is_known:
                 points.append(point)
             if worth > bound:
-                centre, bound = at, worth
+                centre = at
+                bound = worth
             best = _fastest_within(points, budget)
             if bound >= self.rival:
                 break
@@ -228,9 +236,9 @@ class Budgeted:
             ahead, most = prices_of(points, times, budget, self.kinds)
             left = 0.0 if best is None else little * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
-                break  # no price is worth more, or so little of what is open
-            # before any plan fits it leaps, until a leap leads nowhere; from then on it goes half the way, and all of
-            # it where half led to a plan that was known: the prices ahead are the best for all that are
+                break  # The best prices ahead raise the bound too little.
+            # Whole steps find the range of prices soonest while no plan fits and the bound rises, and leave plans
+            # that are known; half steps are steadier otherwise.
             leaps = is_known or (best is None and centre is at)
             steps = (ahead,) if leaps else (ahead.towards(centre), ahead)
             step = next((step for step in steps if step.rounded not in tried), None)
@@ -267,9 +275,9 @@ class Budgeted:
         return best, min(self._smallest[1], best.peak)
 
     def smallest_within(self, budget: float, like: Point) -> Point | None:
-        """The smallest plan, if it is within a budget; None, without a search, where it is proven that none is.
+        """The smallest plan if it fits a budget; None without a search where a proof says that none does.
 
-        The proofs that are tried are of the times at which the plan `like` is full: of each, and of all together.
+        The proofs look at the times at which the plan `like` is fullest: at each, and at all together.
         """
         times = self._peaks(like)
         for proof in ([*({t: 1.0} for t in times), dict.fromkeys(times, 1.0)]) if self._smallest is None else ():
@@ -286,27 +294,33 @@ class Budgeted:
 
     def _search_smallest(self) -> tuple[list[Point], float]:
         first, _ = self.at({})
-        points, times, bound = [first], self._peaks(first), 0.0
-        counted = [self.points.by_tables(first)]  # weights are of the tables, and so is how near they have come
-        weights, done = dict.fromkeys(times, 1.0 / len(times)), list[dict[int, float]]()
-        a_little = 1e-3 * first.peak / max(_TINY, first.seconds)  # what no row speaks of goes by time
+        points = [first]
+        times = self._peaks(first)
+        bound = 0.0
+        # The weights see only bytes in tables, so progress is measured in them.
+        counted = [self.points.by_tables(first)]
+        weights = dict.fromkeys(times, 1.0 / len(times))
+        done = list[dict[int, float]]()
+        # A small weight on seconds decides the choices that no memory row mentions.
+        a_little = 1e-3 * first.peak / max(_TINY, first.seconds)
         for _ in range(ROUNDS):
             point, _ = self.at(weights, a_little, is_rough=self.is_large)
             if math.isfinite(point.seconds):
                 points.append(point)
                 counted.append(self.points.by_tables(point))
-            times, before = sorted({*times, *self._peaks(counted[-1])}), weights
+            times = sorted({*times, *self._peaks(counted[-1])})
+            before = weights
             weights, guess = _weights(counted, times)
             done.append(before)
             if min(p.peak for p in counted) <= guess * 1.001 or weights in done:
                 break
         for w in (before, weights):
-            bound = max(
-                bound, self.at(w, 0.0)[1] / max(1.0, sum(w.values())) * (1 - _ROUNDING)
-            )  # weights that a program has rounded up would claim too much
+            # Rounding in the linear program may make weights sum to more than 1, and the bound too high.
+            least = self.at(w, 0.0)[1] / max(1.0, sum(w.values()))
+            bound = max(bound, least * (1 - _ROUNDING))
         points = [p for p in points if math.isfinite(p.seconds)] or [first]
         best = min(points, key=lambda p: (p.peak, p.seconds))
-        for share in (0.3, 0.5, 0.7):  # plans met on the way to budgets between the two
+        for share in (0.3, 0.5, 0.7):  # Searches for budgets between bound and best often meet smaller plans.
             if min(p.peak for p in counted) <= bound * (1 + _NEAR):
                 break
             points = self.fastest(bound + (best.peak - bound) * share, 0.02, points, proves=False).points
@@ -352,8 +366,8 @@ def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kind
         return Prices(dict.fromkeys(times, 1.0), (0.0,) * kinds), math.inf
     program = pulp.LpProblem("prices", pulp.LpMaximize)
     most = max(p.seconds for p in points) or 1.0
-    worth = max(1.0, budget)  # of nothing, a byte
-    unit = worth / most  # prices are in seconds a budget's worth of bytes, seconds in those of the slowest plan
+    worth = max(1.0, budget)  # A budget of 0 counts as one byte, which can be divided by.
+    unit = worth / most  # The program counts budgets and the slowest plan's seconds, so that numbers are near 1.
     theta = pulp.LpVariable("theta")
     price = {t: pulp.LpVariable(f"p_{t}", lowBound=0, upBound=1e4) for t in times}
     share = [pulp.LpVariable(f"e_{k}", lowBound=0, upBound=1) for k in range(kinds)]
@@ -363,7 +377,7 @@ def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kind
             (v, o / most) for v, o in zip(share, p.over, strict=True)
         ]
         program.addConstraint(theta - pulp.LpAffineExpression(rows) <= p.in_line / most)
-    if program.solve(_backend()) != pulp.LpStatusOptimal:  # stopped: there are no better prices then
+    if program.solve(_backend()) != pulp.LpStatusOptimal:  # A program that was stopped gives no prices.
         return Prices({}, (0.0,) * kinds), -math.inf
     found = Prices(
         {t: max(0.0, float(v.value() or 0.0)) / unit for t, v in price.items()},

@@ -18,8 +18,9 @@ from autopar.solver.points import Point
 from autopar.solver.recompute import Within
 from autopar.solver.searches import Task
 
-_EVERY, _ROUNDS = 3, 2  # prices are searched for at every so many budgets, in so many rounds
-_MET = 1 + 1e-9  # of a budget, for rounding
+_EVERY = 3  # budgets from one search of prices to the next
+_ROUNDS = 2  # rounds of such a search
+_MET = 1 + 1e-9  # relative excess over a budget that is rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class CurvePoint:
 
     budget: int  # bytes a device
     step_time_s: float
-    lower_bound_s: float  # of any plan under this budget
+    lower_bound_s: float  # least seconds of any plan under this budget
     peak_bytes: int
     recompute_s: float  # seconds of recompute
     recomputed: int  # number of values that are recomputed
@@ -71,7 +72,8 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
         return None
     if isinstance(budgets, int):
         budgets = between(_lowest(joint), joint.first.point.peak, budgets)
-    met, ordered = [joint.first.point], sorted(budgets, reverse=True)
+    met = [joint.first.point]
+    ordered = sorted(budgets, reverse=True)
     for lined in joint.met.values():
         met += [lined.under(states) for states in lined.states.known.values()]
     for k, budget in enumerate(ordered):

@@ -17,7 +17,7 @@ class Decision:
     op: str
     kind: str
     choice: Choice
-    seconds: float  # of the op itself
+    seconds: float  # seconds of the op itself
     source: str = ""
     outputs: tuple[str, ...] = ()  # whole: `float32[8, 16]`; none in files of older releases
     reads: tuple[str, ...] = ()  # the sites that give its operands, in order
@@ -38,8 +38,8 @@ class Conversion:
     source: str
     target: str
     operand: int
-    value: tuple[Sharding, Sharding]  # as it leaves the source, as it arrives at the target
-    gradient: tuple[Sharding, Sharding] | None  # as it leaves the target, as it reaches the source; None: no gradient
+    value: tuple[Sharding, Sharding]  # shardings at the source and at the target
+    gradient: tuple[Sharding, Sharding] | None  # shardings of the gradient at target and source; None without gradient
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     seconds: float

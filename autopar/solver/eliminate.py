@@ -19,10 +19,10 @@ from autopar.solver.elimination import Elimination, TooWide
 from autopar.solver.tables import Problem
 from autopar.space.space import Space
 
-WIDEST = 1 << 19  # entries of a table
-_OPEN = 1e-3  # of a cost: a gap that is worth a descent
-_SWEEPS = 4  # how often a descent goes through the variables that were split
-_ASKED = 3  # choices that the copies of a variable asked for: so many are tried
+WIDEST = 1 << 19  # most entries of a table
+_OPEN = 1e-3  # relative gap that is worth a descent
+_SWEEPS = 4  # passes of a descent over the split variables
+_ASKED = 3  # most choices tried for a variable, of those that its copies chose
 
 _Best = tuple[float, list[int]]  # a cost, and the choices that have it
 
@@ -49,7 +49,8 @@ def minimise(problem: Problem, widest: int = WIDEST, tries: int = 8, gap: float 
     try:
         return _minimised(problem, widest, tries, gap)
     finally:
-        problem.once.clear()  # its eliminations know it, and it them: nothing would free them while collection rests
+        # Results and eliminations refer to each other, and planning runs with garbage collection off.
+        problem.once.clear()
 
 
 def _minimised(problem: Problem, widest: int, tries: int, gap: float) -> Found:
@@ -62,7 +63,8 @@ def _minimised(problem: Problem, widest: int, tries: int, gap: float) -> Found:
     best: _Best = (math.inf, first.picked)
     for chosen in itertools.islice(itertools.chain([agreed], _neighbours(first, agreed)), tries):
         run = Elimination(problem, chosen, widest)
-        while run.copies:  # what is fixed changes the order of elimination, and with it what is too wide
+        # Fixed variables change the order of elimination, which may split others.
+        while run.copies:
             chosen = {**chosen, **_agreed(run)}
             run = Elimination(problem, chosen, widest)
         best = _better(problem, best, run)
@@ -107,7 +109,8 @@ def _descended(problem: Problem, best: _Best, hubs: set[int], bound: float, wide
             least = least_by_choice(problem, hub, picked, widest, hubs)
             choice = int(np.argmin(least))
             if least[choice] < cost - _OPEN * max(0.0, cost - bound):
-                cost, picked = float(least[choice]), [*picked[:hub], choice, *picked[hub + 1 :]]
+                cost = float(least[choice])
+                picked = [*picked[:hub], choice, *picked[hub + 1 :]]
         if cost == before or cost - bound <= _OPEN * cost:
             break
     if cost == best[0]:
@@ -120,10 +123,11 @@ def least_by_choice(
 ) -> np.ndarray:
     """For each choice of one variable, the least cost of everything with it.
 
-    Where tables would be too wide, variables that many neighbour keep what is `picked`. `hubs` are those of calls
-    before, and are added to: what was too wide for one variable is for the next.
+    Where tables would be too wide, variables with many neighbours keep what is `picked`. `hubs` are those of earlier
+    calls, and are added to: tables that were too wide for one variable are too wide for the next.
     """
-    last = len(problem.costs) - 1  # an elimination keeps what comes last: the variable changes places with it
+    # An elimination keeps the last variables, so this one changes places with the last.
+    last = len(problem.costs) - 1
     swapped = {v: last, last: v}
     changed = _with_last(problem, v, swapped)
     hubs = set() if hubs is None else hubs

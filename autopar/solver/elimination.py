@@ -40,23 +40,26 @@ class Remainder:
     """The variables that are not eliminated yet: their costs, and the factors over them."""
 
     def __init__(self, problem: Problem, fixed: Mapping[int, int]) -> None:
-        self.once, self.shapes = problem.once, problem.shapes
+        self.once = problem.once
+        self.shapes = problem.shapes
         self.costs: dict[int, np.ndarray] = dict(enumerate(problem.costs))
-        self.factors: dict[int, list[Factor]] = {v: [] for v in self.costs}  # of each variable
+        self.factors: dict[int, list[Factor]] = {v: [] for v in self.costs}  # variable -> the factors over it
         self.constant = 0.0
-        self.count = len(problem.costs)  # of variables, and of the copies of those that were split
+        self.count = len(problem.costs)  # number of variables, copies of split ones included
         for v, choice in fixed.items():
             self.constant += float(self.costs.pop(v)[choice])
         for factor in problem.factors:
             self.add(self._without_fixed(factor, fixed))
 
     def add(self, factor: Factor) -> None:
-        if 1 in factor.table.shape:  # a variable that is seen as one class has no part in it
+        if 1 in factor.table.shape:  # A variable with one class does not change the cost.
             factor = self._squeezed(factor)
         if not factor.scope:
             self.constant += float(factor.table)
         elif len(factor.scope) == 1:
-            (v,), (m,), before = factor.scope, factor.classes, self.costs[factor.scope[0]]
+            (v,) = factor.scope
+            (m,) = factor.classes
+            before = self.costs[factor.scope[0]]
             self.costs[v] = self.once("unary", (before, factor.table, m), lambda: before + factor.table[m])
         else:
             for v in factor.scope:
@@ -68,7 +71,8 @@ class Remainder:
 
     def take(self, v: int) -> tuple[np.ndarray, list[Factor]]:
         """The cost and factors of a variable, which are removed with it."""
-        cost, factors = self.costs.pop(v), self.factors.pop(v)
+        cost = self.costs.pop(v)
+        factors = self.factors.pop(v)
         for f in factors:
             for u in f.scope:
                 if u != v:
@@ -83,7 +87,8 @@ class Remainder:
         seen = [i for i, n in enumerate(factor.table.shape) if n > 1]
         shape = [factor.table.shape[i] for i in seen]
         table = self.once("squeezed", (factor.table,), lambda: factor.table.reshape(shape))
-        scope, classes = tuple(factor.scope[i] for i in seen), tuple(factor.classes[i] for i in seen)
+        scope = tuple(factor.scope[i] for i in seen)
+        classes = tuple(factor.classes[i] for i in seen)
         return Factor(scope, classes, table, factor.generation)
 
     def _without_fixed(self, factor: Factor, fixed: Mapping[int, int]) -> Factor:
@@ -153,15 +158,18 @@ class Hubs:
         cost, factors = left.take(hub)
         groups = self._groups(hub, factors)
         share = left.once(("share", len(groups)), (cost,), lambda: cost / len(groups))
-        touched, made = set[int](), list[int]()
+        touched = set[int]()
+        made = list[int]()
         for group in groups:
-            copy, left.count = left.count, left.count + 1
-            left.costs[copy], left.factors[copy] = share, []
+            copy = left.count
+            left.count = left.count + 1
+            left.costs[copy] = share
+            left.factors[copy] = []
             made.append(copy)
             for f in group:
                 touched.update(u for u in f.scope if u != hub)
                 left.add(f.over({hub: copy}))
-        root = self.root(hub)  # it may be a copy that is split again
+        root = self.root(hub)  # A copy may be split again; `copies` is kept for the original variable.
         self.copies[root] = [c for c in self.copies.get(root, ()) if c != hub] + made
         self.parent.update(dict.fromkeys(made, hub))
         return [*made, *touched]
@@ -219,13 +227,13 @@ class Elimination:
         self.widest = widest
         self.fixed = dict(fixed)
         self.is_region = kept is not None
-        self.last = len(problem.costs) - (kept or 0)  # from there on variables are kept
+        self.last = len(problem.costs) - (kept or 0)  # the first variable that is kept; all later ones are too
         self.zeros = problem.costs[self.last :]  # the costs of the kept variables, before it
         self.dtype = problem.costs[0].dtype
         self.left = Remainder(problem, fixed)
         self.hubs = Hubs(self.left, {v: i for i, region in enumerate(problem.regions) for v in region})
         self.steps: list[_Eliminated | _Contracted] = []
-        self.marginals: dict[int, np.ndarray] = {}  # of each copy the cost of each choice
+        self.marginals: dict[int, np.ndarray] = {}  # copy -> the cost of each of its choices
         self.picked: list[int] = []
         self._within: dict[tuple[int, ...], tuple[list[int], list[np.ndarray]]] = {}
         self._run(problem.regions)
@@ -242,7 +250,7 @@ class Elimination:
     def _run(self, regions: Sequence[Sequence[int]]) -> None:
         """Eliminate variables away from regions while that is cheap, then each region, then the rest."""
         left = self.left
-        if regions:  # what leads to a hub first: its copies share the cost of that
+        if regions:  # Before hubs are split, so that their copies share the cost of what leads to them.
             near = left.neighbours(*(v for v in self.hubs.region if v in left.factors))
             self._eliminate({v for v in left.costs if v not in near and v < self.last}, only_cheap=True)
         for region in regions:
@@ -262,11 +270,11 @@ class Elimination:
                 return
             number = (*inside, *around)
             near = {number[n] for n in run.near}
-            if self.is_region:  # what is kept is one variable
+            if self.is_region:  # The variables that a region keeps must not be split.
                 raise TooWide(near)
             if not self.hubs.split_among(near):
-                return  # left to the elimination of everything, which knows no limit where nothing can be split
-            region = tuple(v for v in region if v in left.costs)  # a member may be the one that was split
+                return  # The elimination of everything takes it, without a limit where nothing can be split.
+            region = tuple(v for v in region if v in left.costs)  # The variable that was split may be a member.
 
     def _region_run(self, inside: tuple[int, ...]) -> tuple[tuple[int, ...], Elimination | TooWide]:
         """The variables around a region, and its elimination, shared with regions of the same tables."""
@@ -287,7 +295,7 @@ class Elimination:
             try:
                 return Elimination(problem, {}, self.widest, len(around))
             except TooWide as e:
-                return e.with_traceback(None)  # whose frames hold all tables, and each other
+                return e.with_traceback(None)  # The frames of the traceback would keep all tables alive.
 
         return around, left.once(("region", len(inside), sizes, numbers), tables, run)
 
@@ -313,7 +321,8 @@ class Elimination:
 
     def _eliminate(self, among: Collection[int] | None, only_cheap: bool = False) -> None:
         """Eliminate some variables, or all, in the order of the narrowest resulting table."""
-        left, queue = self.left, list[tuple[_Rank, int]]()
+        left = self.left
+        queue = list[tuple[_Rank, int]]()
         current: dict[int, _Rank] = {}
 
         def rank(v: int) -> None:
@@ -396,7 +405,7 @@ class Elimination:
                 if v in parent or self.is_region:
                     marginals[v] = total
                 hub = v
-                while hub in parent:  # what was eliminated before the split asks for it
+                while hub in parent:  # Steps before the split refer to the original variable.
                     hub = parent[hub]
                     decided.setdefault(hub, decided[v])
         return decided, marginals

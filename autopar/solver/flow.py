@@ -47,7 +47,8 @@ class Network:
     def reached(self, source: int) -> list[int]:
         """The nodes that the source could send more to; after `fill`, its side of a minimum cut."""
         seen = [False] * len(self.leaving)
-        seen[source], found = True, [source]
+        seen[source] = True
+        found = [source]
         for node in found:
             for arc in self.leaving[node]:
                 head = self.heads[arc]
@@ -58,7 +59,8 @@ class Network:
 
     def _levels(self, sink: int) -> list[int]:
         levels = [-1] * len(self.leaving)
-        levels[sink], found = 0, [sink]
+        levels[sink] = 0
+        found = [sink]
         for node in found:
             for arc in self.leaving[node]:
                 tail = self.heads[arc]
@@ -69,8 +71,10 @@ class Network:
 
     def _paths(self, source: int, sink: int, levels: list[int]) -> Iterator[list[int]]:
         """Paths with room whose arcs each go down one level; the caller fills one before asking for the next."""
-        heads, room, leaving = self.heads, self.room, self.leaving
-        tried = [0] * len(leaving)  # by node, the number of arcs that lead nowhere any more
+        heads = self.heads
+        room = self.room
+        leaving = self.leaving
+        tried = [0] * len(leaving)  # node -> the number of its arcs that are known to lead nowhere
         path: list[int] = []
         node = source
         while True:
@@ -80,7 +84,9 @@ class Network:
                 node = heads[path[full] ^ 1]
                 del path[full:]
                 continue
-            arcs, at, below = leaving[node], tried[node], levels[node] - 1
+            arcs = leaving[node]
+            at = tried[node]
+            below = levels[node] - 1
             while at < len(arcs) and not (room[arcs[at]] > 0 and levels[heads[arcs[at]]] == below):
                 at += 1
             tried[node] = at

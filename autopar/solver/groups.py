@@ -27,17 +27,18 @@ import numpy as np
 from autopar.solver.states import Again, StateSearch, StepStates
 from autopar.space.timeline import Momentary, Passing, Timeline
 
-_SLOTS = 512  # of room
-_SPARE = 1.25  # times the budget: the most room that is asked for
-_JOINED = (1, 2)  # stages of one way
-_LARGEST = 6  # values of a stage, any of which are saved
-_PRICES = tuple(4.0**k for k in range(-4, 6))  # times the usual one, for the other values
-_LONGEST = 24  # stages in a group
-_NEAR = 3  # ops on either side of a stage's beginning, where no fewer bytes are alive
-_TRIED = 12  # rooms
-_FINER, _BESIDE = 256, 6  # values that are made in passing besides, and how many are tried where the step is fullest
-_WIDE = 2.0  # times the bytes that are alive at both neighbours: no stage begins there
-_WORK = 1 << 16  # runs that are gone through for that, in all
+_SLOTS = 512  # slots into which room is rounded
+_SPARE = 1.25  # most room that is asked for, in budgets
+_JOINED = (1, 2)  # numbers of stages in one way
+_LARGEST = 6  # largest values of a stage, of which every subset is tried
+_PRICES = tuple(4.0**k for k in range(-4, 6))  # prices of a byte for the other values, as multiples of the usual one
+_LONGEST = 24  # most stages in a group
+_NEAR = 3  # ops on either side among which the beginning of a stage has the fewest live bytes
+_TRIED = 12  # most rooms that are tried
+_FINER = 256  # most further values that are made in passing
+_BESIDE = 6  # values that are tried for each, where the step is fullest
+_WIDE = 2.0  # ratio of live bytes to those at both neighbours, above which no stage begins
+_WORK = 1 << 16  # limit on work for these, in runs of the timeline
 
 
 def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) -> StepStates | None:
@@ -50,8 +51,10 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
     stages = _Stages(search.line)
     tables = _StageTables(stages, _ways_of(stages, is_all_or_none), budget * _SPARE / _SLOTS)
     found = list[StepStates]()
-    under, over = -math.inf, math.inf  # rooms that lead under the budget, or to nothing; and over it
-    room, step = budget, 1.0
+    under = -math.inf  # the largest room that led under the budget, or to nothing
+    over = math.inf  # the smallest room that led over the budget
+    room = budget
+    step = 1.0
     for _ in range(_TRIED):
         chosen = tables.chosen(room)
         away = budget
@@ -60,7 +63,8 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
             away = budget - found[-1].peak
         under, over = (max(under, room), over) if away >= 0 else (under, min(over, room))
         is_between = math.isfinite(under) and math.isfinite(over)
-        room, step = (under + over) / 2 if is_between else room + step * away, 2 * step
+        room = (under + over) / 2 if is_between else room + step * away
+        step = 2 * step
         if room <= 0 or over - under < tables.unit or under >= _SPARE * budget:
             break
     fits = [states for states in found if states.peak <= budget]
@@ -134,7 +138,8 @@ class _Stages:
 
     def _fixed(self) -> np.ndarray:
         """Bytes of values that are never dropped, by time."""
-        line, last = self.line, 2 * self.line.ops - 1
+        line = self.line
+        last = 2 * self.line.ops - 1
         ends = list(self.reach)
         for run in line.runs:
             for v in run.keeps:
@@ -153,7 +158,8 @@ class _Stages:
 
     def before(self, op: int, states: StepStates) -> Iterator[Passing]:
         """Passings with more values that the backward of an op can do without for now, the largest first."""
-        line, begin = self.line, max((t for t in self.begins if t <= op), default=0)
+        line = self.line
+        begin = max((t for t in self.begins if t <= op), default=0)
         lie = {
             v: line.runs[line.made_by[v]].time
             for v in self.made(states.again)
@@ -181,7 +187,8 @@ class _Stages:
 
     def seconds_of(self, values: Iterable[int], again: Again) -> float:
         """Seconds of making these values again, where these runs are repeated."""
-        line, ran = self.line, set[int]()
+        line = self.line
+        ran = set[int]()
         pending = [v for v in values if not line.fixed[v]]
         while pending:
             i = line.made_by[pending.pop()]
@@ -195,9 +202,12 @@ class _Stages:
 
         Values that enter or leave the stages, or are never dropped, weigh nothing.
         """
-        line, begin, behind = self.line, self.begins[first], self.begins[end]
+        line = self.line
+        begin = self.begins[first]
+        behind = self.begins[end]
         here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
-        number = {v: k for k, v in enumerate(v for i in here for v in line.runs[i].makes)}
+        made = [v for i in here for v in line.runs[i].makes]
+        number = {v: k for k, v in enumerate(made)}
 
         def own(values: Iterable[int]) -> tuple[int, ...]:
             return tuple(number[v] for v in values if v in number)
@@ -215,7 +225,8 @@ class _Stages:
             for run in runs
         )
         stays = [bool(line.fixed[v]) or self.reach[v] >= behind for v in number]
-        size, ops = np.where(stays, 0.0, line.bytes[list(number)]), behind - begin
+        size = np.where(stays, 0.0, line.bytes[list(number)])
+        ops = behind - begin
         made_by = tuple(k for k, run in enumerate(ours) for _ in run.makes)
         leaves: np.ndarray = np.zeros(len(number), bool)
         held: np.ndarray = np.zeros(2 * ops)
@@ -228,10 +239,10 @@ class _Way:
 
     stages: int  # their number
     again: Again  # runs whose values are not saved
-    seconds: float  # of repeating them when backward comes there
-    passing: float  # of going through the stages once more, with what is saved
-    saved: float  # bytes of that, and of what leaves the stages
-    peak: float  # bytes of their own backward
+    seconds: float  # seconds of repeating those runs once, in backward
+    passing: float  # seconds of running the stages once more, given what is saved
+    saved: float  # bytes of the saved values and of those that leave the stages
+    peak: float  # peak bytes of the backward of the stages
 
 
 def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
@@ -239,7 +250,8 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
 
     Stages that are alike share the sets of runs to choose among.
     """
-    alike: dict[Any, list[tuple[frozenset[int], np.ndarray]]] = {}  # with bytes of their backward by time
+    # The sets of runs for stages of a kind, each with the bytes of its backward by time.
+    alike: dict[Any, list[tuple[frozenset[int], np.ndarray]]] = {}
     found = []
     for first in range(len(stages)):
         ways = list[_Way]()
@@ -274,17 +286,22 @@ def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:
 def _ways_among(
     stages: _Stages, first: int, end: int, sets: Iterable[tuple[frozenset[int], np.ndarray]]
 ) -> Iterator[_Way]:
-    """The ways that repeat each of these sets of runs of stages, given the bytes of their backward by time."""
-    line, begin, behind = stages.line, stages.begins[first], stages.begins[end]
+    """The ways that repeat each of these sets of runs; each set has the bytes of its backward by time."""
+    line = stages.line
+    begin = stages.begins[first]
+    behind = stages.begins[end]
     here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
-    own, leaving, made = frozenset(here), stages.leaving(here, end), stages.made(here)
+    own = frozenset(here)
+    leaving = stages.leaving(here, end)
+    made = stages.made(here)
     wanted = made & line.needed
     may_stay = {v for v in made if v in line.needed or stages.reach[v] >= behind}
     other = stages.other[2 * line.ops - behind : 2 * line.ops - begin]
     for again, held in sets:
         dropped = frozenset(here[k] for k in again).difference(leaving)
         kept = {v for v in may_stay if line.made_by[v] not in dropped}
-        seconds, passing = stages.seconds_of(wanted, dropped), stages.seconds_of(kept, own)
+        seconds = stages.seconds_of(wanted, dropped)
+        passing = stages.seconds_of(kept, own)
         yield _Way(end - first, dropped, seconds, passing, stages.bytes_of(kept), float((held + other).max()))
 
 
@@ -292,7 +309,7 @@ def _best(ways: Iterable[_Way]) -> list[_Way]:
     """The ways on the Pareto front of bytes saved, seconds, peak and seconds in passing."""
     ordered = sorted(ways, key=lambda way: (way.saved, way.seconds, way.peak, way.passing))
     figures = np.array([(way.saved, way.seconds, way.peak, way.passing) for way in ordered])
-    is_as_good = (figures[:, None] <= figures).all(axis=2)  # a way as one after it
+    is_as_good = (figures[:, None] <= figures).all(axis=2)  # whether one way is as good as another, for all pairs
     beaten = np.triu(is_as_good, 1).any(axis=0)
     return [way for way, is_beaten in zip(ordered, beaten.tolist(), strict=True) if not is_beaten]
 
@@ -301,14 +318,16 @@ class _StageTables:
     """Dynamic programming tables: the least seconds of stages by slots of room, and the picks behind them."""
 
     def __init__(self, stages: _Stages, ways: Sequence[Sequence[_Way]], unit: float) -> None:
-        self.stages, self.ways, self.unit = stages, ways, unit
+        self.stages = stages
+        self.ways = ways
+        self.unit = unit
         count = len(stages)
         entering = [list[int]()] + [stages.leaving(stages.runs(s, s + 1), s + 1) for s in range(count)]
         self.entry = [self._slots(stages.bytes_of(stages.made(runs))) for runs in entering]
         through = [
             stages.seconds_of(stages.made(entering[s + 1]), frozenset(stages.runs(s, s + 1))) for s in range(count)
         ]
-        # of each pick the place of a way, or minus the stage before which the rest is kept
+        # Tables of picks hold the place of a way, or minus the stage up to which the values are kept.
         self.again: dict[tuple[int, int], np.ndarray] = {}
         self.picked: dict[tuple[int, int], np.ndarray] = {}
         for s in range(count - 1, -1, -1):
@@ -360,24 +379,29 @@ class _StageTables:
         left = min(_SLOTS, int(room / self.unit))
         if left < 0 or not math.isfinite(self.first[0][left]):
             return None
-        stages, again, until = self.stages, set[int](), dict[int, int]()
+        stages = self.stages
+        again = set[int]()
+        until = dict[int, int]()
         s = 0
         while s < len(stages):
             pick = int(self.chose[s][left])
             if pick >= 0:
                 way = self.ways[s][pick]
                 again |= way.again
-                left, s = left - self._slots(way.saved), s + way.stages
+                left = left - self._slots(way.saved)
+                s = s + way.stages
             else:
                 own = stages.runs(s, -pick)
                 again |= set(own).difference(stages.leaving(own, -pick))
                 self._go_through(s, -pick, left, until)
-                left, s = left - self.entry[-pick], -pick
+                left = left - self.entry[-pick]
+                s = -pick
         return frozenset(again), with_passing((), until)
 
     def _go_through(self, s: int, t: int, left: int, until: dict[int, int]) -> None:
         """Collect, in `until`, the runs in passing where stages s to t are made again in `left` slots of room."""
-        stages, pick = self.stages, int(self.picked[s, t][left])
+        stages = self.stages
+        pick = int(self.picked[s, t][left])
         if pick < 0:
             self._note(until, stages.runs(s, -pick), stages.begins[-pick] - 1)
             self._go_through(-pick, t, left - self.entry[-pick], until)
@@ -388,7 +412,7 @@ class _StageTables:
         if end < t:
             self._note(until, way.again, stages.begins[end] - 1)
             self._go_through(end, t, left - self._slots(way.saved), until)
-        else:  # backward is here already: each goes behind its last reader
+        else:  # Backward is at these stages now, so each value can go after its last reader.
             for i in way.again:
                 self._note(until, [i], max(stages.reach[v] for v in stages.line.runs[i].makes))
 

@@ -27,8 +27,9 @@ from autopar.letters import Infeasible, NotServed
 from autopar.space.space import Edge, Space
 
 _SCALE = 1e6  # the program counts microseconds: CBC's tolerances are absolute
-_NODES, _PIVOTS = 2_000, 50_000  # of one call of a backend: of its tree, and of each linear program in it
-_WHOLE = 0.9  # a backend's tolerance is far from it
+_NODES = 2_000  # most nodes of the tree of one call of a backend
+_PIVOTS = 50_000  # most pivots of each linear program in that tree
+_WHOLE = 0.9  # least value of a variable that counts as 1, well below what tolerances allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class IntegerProgram:
     """The integer program of a space: its variables, objective terms and constraint rows."""
 
     def __init__(self, space: Space, backend: Any, fold: bool) -> None:
-        self.space, self.backend = space, backend
+        self.space = space
+        self.backend = backend
         costs, edges = fold_single_ends(space) if fold else ([s.seconds for s in space.sites], list(space.edges))
         self.problem = pulp.LpProblem("plan", pulp.LpMinimize)
         self.x = x = [_picks(s, cost) for s, cost in enumerate(costs)]
@@ -124,7 +126,8 @@ class IntegerProgram:
         if status in (pulp.LpStatusInfeasible, pulp.LpStatusUnbounded, pulp.LpStatusUndefined):
             raise infeasible(self.space, f"the solver says {pulp.LpStatus[status]}")
         picked = [_largest(row) for row in self.x]
-        if any(_value(row[i]) < _WHOLE for row, i in zip(self.x, picked, strict=True)):  # stopped before it had any
+        # A backend that stopped early may have no solution.
+        if any(_value(row[i]) < _WHOLE for row, i in zip(self.x, picked, strict=True)):
             return Answer(None, math.inf, False)
         has_ended = self.problem.sol_status == pulp.LpSolutionOptimal
         return Answer(picked, float(pulp.value(self.problem.objective)), has_ended)
@@ -171,9 +174,9 @@ def optimise(space: Space, backend: Any, budget: float = math.inf, times: Sequen
         held = _held(space, answer.picked)
         if held.max() <= budget:
             return answer
-        if not answer.ended:  # of fewer rows than there are, and not even the best
+        if not answer.ended:  # A stopped answer to a program that lacks rows says nothing.
             return Answer(None, math.inf, False)
-        if int(held.argmax()) in counted:  # within the backend's tolerance of a budget that nothing fits
+        if int(held.argmax()) in counted:  # The row is there, so only the backend's tolerance lets this plan pass.
             raise infeasible(space, "the solver's own tolerance")
         times = [int(held.argmax())]
 
@@ -184,7 +187,7 @@ def smallest(space: Space, backend: Any, peak: float) -> Answer:
     program = IntegerProgram(space, backend, fold=False)
     base = max(program.least(time) for time in range(2 * len(space.memory.ops) + 1))
     unit = max(1.0, peak - base)
-    over = pulp.LpVariable("peak", lowBound=0)  # of the base, in units
+    over = pulp.LpVariable("peak", lowBound=0)  # peak over the base, in units
     program.pose([(over, 1)])
     counted: set[int] = set()
     while True:
@@ -240,8 +243,8 @@ def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _
             seen=", ".join(pulp.listSolvers(onlyAvailable=True)),
             advice='solver="cbc"',
         )
-    # without a gap, what it calls optimal is the bound; without a number of pivots, a linear program of CBC's
-    # feasibility pump may walk in a circle of equal costs for ever
+    # Without a gap, the cost that a backend calls optimal is a bound. Without a limit on pivots, a linear program of
+    # CBC's feasibility pump may cycle through vertices of equal cost without end.
     limits: dict[str, dict[str, Any]] = {
         "PULP_CBC_CMD": {"threads": 1, "gapRel": gap, "maxNodes": nodes, "options": [f"maxIterations {pivots}"]},
         "HiGHS": {"gapRel": gap, "mip_max_nodes": nodes, "simplex_iteration_limit": pivots},
@@ -251,7 +254,8 @@ def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _
 
 def fold_single_ends(space: Space) -> tuple[list[np.ndarray], list[Edge]]:
     """The costs of sites with edges of a single flow at one end folded in, and the edges that remain."""
-    costs, rest = [s.seconds.astype(float).copy() for s in space.sites], []
+    costs = [s.seconds.astype(float).copy() for s in space.sites]
+    rest = []
     for e in space.edges:
         if len(e.given) == 1:
             costs[e.target] += e.seconds[0, e.taken_by]

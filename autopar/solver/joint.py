@@ -32,7 +32,8 @@ from autopar.space.space import Space
 from autopar.space.timeline import OWN, Passages
 
 _NOWHERE = 1e30
-_SAME, _NEAR = 0.01, 0.02  # of two shares, and of two prices: nothing is looked for between them
+_SAME = 0.01  # difference of two exposed shares that counts as none
+_NEAR = 0.02  # relative difference of two prices that counts as none
 
 
 class JointPrices(NamedTuple):
@@ -47,7 +48,7 @@ class JointPrices(NamedTuple):
 
     @property
     def of_budget(self) -> float:
-        """What a byte of the budget is worth."""
+        """Seconds that a byte of the budget is worth."""
         return self.of_byte + self.at_step
 
     def towards(self, other: JointPrices) -> JointPrices:
@@ -72,7 +73,7 @@ def has_state(space: Space, piece: Piece) -> bool:
 
 
 def without_states(space: Space) -> Space:
-    """The space with the bytes that no states change, about: what backward makes again is there for a while."""
+    """The space with only the bytes that no states change, without temporary bytes of recomputation."""
     assert space.memory is not None
     pieces = tuple(piece for piece in space.memory.pieces if not has_state(space, piece))
     return replace(space, memory=replace(space.memory, pieces=pieces, readers=()))
@@ -87,7 +88,7 @@ class JointTables:
         self.memory = counted.memory
         self.passages: Passages = counted.memory.passages
         self.time, self.step = time, step
-        self.bases: dict[tuple[float, ...] | None, Problem] = {}  # by exposed shares; the last one only
+        self.bases: dict[tuple[float, ...] | None, Problem] = {}  # exposed shares of the last call -> its tables
         self.steps = self.space.setting.passes
         self.prices = AvailabilityPrices(self.space, self.passages, time, counted.points.kind_of)
         self.fixed_sites, self.fixed_edges = self._fixed()
@@ -131,7 +132,8 @@ class JointTables:
     def problem(self, at: JointPrices, worth: Availability) -> Problem:
         """Seconds and priced bytes as tables to be minimised, under these availability prices."""
         once = Once()
-        price, base = at.of_byte, self.base(at.exposed)
+        price = at.of_byte
+        base = self.base(at.exposed)
         costs = list(base.costs)
         factors = list(base.factors)
         at_step = tuple({i: [held] for i, held in held_by.items()} for held_by in self.counted.row(self.step))
@@ -186,7 +188,8 @@ class JointTables:
     def _edge(self, once: Once, k: int, kept: bool, table: np.ndarray, price: float, worth: Availability) -> np.ndarray:
         """The table of an edge, with the cheapest state of what arrives."""
         leaving, arriving = float(worth.leaving[k]), float(worth.arriving[k])
-        edge, made = self.space.edges[k], self.passages.converted[k]
+        edge = self.space.edges[k]
+        made = self.passages.converted[k]
 
         def arrived_best() -> np.ndarray:
             moved = np.minimum(made * price, edge.forward * self.steps + leaving) - arriving

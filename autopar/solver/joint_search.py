@@ -18,14 +18,16 @@ from autopar.solver.polish import polished
 from autopar.solver.searches import Task
 from autopar.solver.standing_bytes import MANY
 
-DEARER = 8.0  # times the last price, while all that was met is over the budget
-_LOWER = 0.95  # of the smallest plan's bytes: the next budget for which one is looked for
-_DEAR = (30.0,)  # times the usual price of a byte, where small shardings are looked for
-_NEARLY, _FEW = 0.02, 2  # a gap at which the fastest shardings are good enough, and so many of the smallest
-_STEP = 3.0  # times the price of the best bound: no price of a byte alone is further from it
-_ROUGHLY = 0.08  # of what is open where memory is nothing yet: a bound that can rise by less is left as it is
-_CHEAP, _HALVINGS = 1e-24, 48  # seconds a byte, and how often the range of prices is halved
-_MOST = 8  # shardings that are handed on: so many
+DEARER = 8.0  # factor by which the price rises while all known plans are over the budget
+_LOWER = 0.95  # next budget of the search for a smaller plan, as a share of the smallest plan's bytes
+_DEAR = (30.0,)  # prices of a byte for small shardings, as multiples of the usual price
+_NEARLY = 0.02  # gap at which the fastest shardings are good enough
+_FEW = 2  # number of smallest shardings that are tried where none fits
+_STEP = 3.0  # largest factor between a price of a byte alone and that of the best bound
+_ROUGHLY = 0.08  # share of the open gap without a budget: a round that can close less is not run
+_CHEAP = 1e-24  # lowest price, in seconds a byte
+_HALVINGS = 48  # times that the range of prices is halved
+_MOST = 8  # most shardings that are handed on
 
 
 @dataclass(slots=True, eq=False)
@@ -33,17 +35,17 @@ class JointSearch:
     """The joint search of one space; what it has met and proven serves one budget after the other."""
 
     task: Task
-    free: Outcome  # where memory is nothing
+    free: Outcome  # the search without a budget
     tables: JointTables
     met: dict[tuple[int, ...], Lined]  # shardings by their choices; the first is the fastest
     stopped: list[str]
-    # at prices that were tried: bounds of seconds and priced bytes, and where a space is large what they are about
+    # Bounds at the prices that were tried; in a large space first in single precision, which proves nothing.
     bounds: dict[JointPrices, float] = field(default_factory=dict)
     rough: dict[JointPrices, float] = field(default_factory=dict)
-    worths: dict[JointPrices, Availability] = field(default_factory=dict)  # of availability
-    small: list[Lined] = field(default_factory=list)  # as far as `_where_bytes_are_dear` has come
-    smallest: Point | None = None  # once it was searched for
-    _bare: Budgeted | None = None  # see `bare`
+    worths: dict[JointPrices, Availability] = field(default_factory=dict)  # prices -> the availability prices
+    small: list[Lined] = field(default_factory=list)  # shardings that `_where_bytes_are_dear` has found so far
+    smallest: Point | None = None  # the plan of the lowest peak; None until it is searched for
+    _bare: Budgeted | None = None  # the space of `bare`; None until it is asked for
 
     @staticmethod
     def of(task: Task) -> JointSearch | None:
@@ -54,7 +56,8 @@ class JointSearch:
         first = Lined.of(task, fastest) if fastest is not None else None
         if first is None or not first.line.names:
             return None
-        held, backward = first.point.held, 2 * first.line.ops
+        held = first.point.held
+        backward = 2 * first.line.ops
         tables = JointTables(task.counted, int(held[:backward].argmax()), backward + int(held[backward:].argmax()))
         return JointSearch(task, free, tables, {tuple(first.point.picked): first}, stopped)
 
@@ -113,25 +116,30 @@ class JointSearch:
 
         No bound is higher. Where all plans are over the budget, prices of a byte are raised, and the cost is infinite.
         """
-        times, met = (self.tables.time, self.tables.step), self._plans()
+        times = (self.tables.time, self.tables.step)
+        met = self._plans()
         held = np.array([[plan.held[t] for t in times] for plan in met])
         if (held.max(1) <= budget).any():
             prices, most = prices_of(met, times, budget, self.task.counted.kinds)
             of_byte, at_step = (prices.of_bytes.get(t, 0.0) for t in times)
             return JointPrices(of_byte, prices.exposed, at_step), most
-        best, tried = self.best_prices(budget), [(at.of_byte, at.at_step) for at in (*self.bounds, *self.rough)]
-        usual, are_over = self.first.states.usual_price(self.tables.time) / DEARER, held.min(0) > budget
+        best = self.best_prices(budget)
+        tried = [(at.of_byte, at.at_step) for at in (*self.bounds, *self.rough)]
+        usual = self.first.states.usual_price(self.tables.time) / DEARER
+        are_over = held.min(0) > budget
         dearest = np.max([(0.0, 0.0), *tried], 0) * DEARER
         raised = np.where(dearest > 0, dearest, usual)
         of_byte, at_step = np.where(are_over | ~are_over.any(), raised, (best.of_byte, best.at_step)).tolist()
         return JointPrices(of_byte, best.exposed, at_step), math.inf
 
     def ahead_alone(self, budget: float) -> JointPrices:
-        """The best price of a byte at the priced time, within a factor of the best bound's, with its other prices.
+        """Prices that differ from the best bound's in that of a byte, which is the best within a factor.
 
         Without this limit, a price from only a few plans would go too far.
         """
-        best, time, met = self.best_prices(budget), self.tables.time, self._plans()
+        best = self.best_prices(budget)
+        time = self.tables.time
+        met = self._plans()
         shares = np.array(best.exposed)
         at_step = best.at_step * np.array([plan.held[self.tables.step] - budget for plan in met])
         seconds = at_step + [plan.in_line + shares @ np.array(plan.over) for plan in met]
@@ -171,7 +179,7 @@ class JointSearch:
         return self._bare
 
     def that_fit_bare(self, budget: float) -> Iterator[Lined]:
-        """Shardings that are fast and fit in a budget with what no states change; if there are none, small ones.
+        """Fast shardings whose bytes that no states change fit in a budget; small ones if none fit.
 
         The fastest of them come first. In a large space they are those that are best where bytes are dear.
         """
@@ -187,7 +195,8 @@ class JointSearch:
 
     def _where_bytes_are_dear(self) -> Iterator[Lined]:
         """Shardings that are best where bytes are dear; each is looked for once."""
-        usual, exposed = self.first.states.usual_price(self.tables.time), self.free.prices.exposed
+        usual = self.first.states.usual_price(self.tables.time)
+        exposed = self.free.prices.exposed
         for k, times in enumerate(_DEAR):
             if k == len(self.small):
                 at = JointPrices(usual * times, exposed, usual * times)

@@ -44,7 +44,8 @@ class Lined:
 
     def named(self, policy: str | Policy, budget: float) -> StepStates:
         """The states that a policy names for this sharding."""
-        what, line = named(policy, self.line, budget), self.line
+        what = named(policy, self.line, budget)
+        line = self.line
         return self.states.of(line.again(what.names), line.passing(what.passing))
 
     def within(self, budget: float, price: float = 0.0) -> Point | None:
@@ -62,7 +63,8 @@ class Lined:
         found: list[Point] = []
         for states in sorted(self.states.known.values(), key=lambda s: (s.seconds, s.held[time])):
             if not found or states.held[time] < found[-1].held[time]:
-                more, point = states.seconds, self.point
+                more = states.seconds
+                point = self.point
                 in_line = point.in_line + more
                 found.append(replace(point, seconds=point.seconds + more, in_line=in_line, held=states.held))
         return found

@@ -19,13 +19,13 @@ from autopar.solver.plan import Plan
 from autopar.space.space import Outdone
 
 MOST_AXES = 2
-ALIKE = 0.02  # of a step: below the accuracy of any source of seconds (`sharding/certainty.py`)
+ALIKE = 0.02  # relative difference of step times that no source of seconds resolves (`sharding/certainty.py`)
 
 
 def meshes(devices: int, axes: int = MOST_AXES) -> list[DeviceMesh]:
     """All meshes of this number of devices, those of few axes first."""
     if devices < 1:
-        raise BadSharding(f"{devices} is no number of devices")
+        raise BadSharding(f"{devices} is not a valid number of devices")
     return [DeviceMesh(shape) for shape in sorted(_factored(devices, axes), key=lambda shape: (len(shape), shape))]
 
 
@@ -46,7 +46,9 @@ def best_mesh(
     is listed with the reason. `on` plans on a mesh, and is told the seconds of the best plan so far. Once there is a
     plan, none is made after the time `until`.
     """
-    plans, table, refused = list[Plan](), list[tuple[str, float, float, int, str]](), list[tuple[DeviceMesh, Letter]]()
+    plans = list[Plan]()
+    table = list[tuple[str, float, float, int, str]]()
+    refused = list[tuple[DeviceMesh, Letter]]()
     for mesh in candidates:
         if plans and time.monotonic() > until:
             table.append((str(mesh), 0.0, 0.0, 0, "not planned: the time limit"))
@@ -93,7 +95,8 @@ def _least(refused: Sequence[tuple[DeviceMesh, Letter]]) -> Letter:
     counted = [(mesh, e) for mesh, e in over if e.smallest]
     if len(counted) < 2:
         return (over or refused)[0][1]
-    needs, (on, smallest) = min(e.needs for _, e in counted), min(counted, key=lambda pair: pair[1].smallest)
+    needs = min(e.needs for _, e in counted)
+    (on, smallest) = min(counted, key=lambda pair: pair[1].smallest)
     others = f"; {len(refused) - len(counted)} more cannot carry what was asked" if len(counted) < len(refused) else ""
     unaided = " that recomputes nothing" if needs > smallest.smallest else ""
     return Infeasible(

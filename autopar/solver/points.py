@@ -24,10 +24,10 @@ class Point:
     momentary: Momentary  # bytes that are there during part of a time only
     in_line: float = 0.0  # seconds without the communication in windows
     over: tuple[float, ...] = ()  # communication less compute, by kind of window
-    recomputed: frozenset[str] = frozenset()  # values that backward makes again (see `space/timeline.py`),
-    recompute_s: float = 0.0  # seconds of that
-    recompute_hidden_s: float = 0.0  # those of them that hide communication
-    passing: Mapping[str, str] = field(default_factory=dict)  # values that are made more than once, each with an op
+    recomputed: frozenset[str] = frozenset()  # values that are recomputed in backward (see `space/timeline.py`)
+    recompute_s: float = 0.0  # seconds of recomputation
+    recompute_hidden_s: float = 0.0  # seconds of recomputation that overlap communication
+    passing: Mapping[str, str] = field(default_factory=dict)  # value recomputed in passing -> its op
 
     @property
     def peak(self) -> float:
@@ -76,7 +76,7 @@ class Points:
     def __init__(self, space: Space) -> None:
         windows = space.windows
         kinds: dict[Any, int] = {}
-        self.kind_of = []  # of each window; those whose tables are the same are of one kind
+        self.kind_of = []  # the kind of each window: windows with the same tables are of one kind
         for w in windows:
             key = (w.times, *(id(t) for _, t in (*w.communication, *w.compute)))
             self.kind_of.append(kinds.setdefault(key, len(kinds)))
@@ -96,12 +96,15 @@ class Points:
 
     def of(self, picked: Sequence[int]) -> Point:
         """The plan that picks these choices, with its exact seconds and bytes."""
-        taken, times, count = self.flows.under(picked), self.times_of_windows, len(self.times_of_windows)
+        taken = self.flows.under(picked)
+        times = self.times_of_windows
+        count = len(self.times_of_windows)
         whole = float(self.seconds.of_sites(taken).sum() + self.seconds.of_edges(taken).sum())
         moved = np.bincount(self.window_of_message, self.beside.of_edges(taken), count)
         run = np.bincount(self.window_of_run, self.beside.of_sites(taken), count)
         over = np.bincount(np.array(self.kind_of, int), times * (moved - run), self.kinds)
-        hidden, in_line = float((times * np.minimum(moved, run)).sum()), whole - float((times * moved).sum())
+        hidden = float((times * np.minimum(moved, run)).sum())
+        in_line = whole - float((times * moved).sum())
         held, momentary = self._held.under(taken) if self._held is not None else (np.zeros(1), Momentary.nothing(1))
         return Point(list(picked), whole - hidden, held, momentary, in_line, tuple(over.tolist()))
 

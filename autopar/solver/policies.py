@@ -10,7 +10,7 @@ A user may write one; these have names:
     rotor         stages of the line, each saved or not, or run twice more in groups: the best by dynamic programming
     ilp           the values to save by an integer program, with a row for the bytes of every time
 
-"auto" is no policy but a search, of sharding and states together (`recompute.py`).
+"auto" is not a policy but a search for sharding and states together (`recompute.py`).
 """
 
 from __future__ import annotations

@@ -28,11 +28,15 @@ from autopar.space.lookup import Tables, Taken
 from autopar.space.space import Edge, Site, Space
 from autopar.space.windows import Window
 
-_GAP, _NODES, _PIVOTS = 4e-3, 50, 5_000  # of the integer program
-_CLOSE, _FEW = 0.01, 4  # of a bound: what a plan may be worth more, to be built upon; and so many are, if there are
-_STEPS = 3  # of the search for a price of memory
-_ENOUGH, _CLOSED = 1e-3, 1e-9  # a gap that is not worth it where tables are large, and one that is rounding
-_BIG = 1e9  # seconds of what leads nowhere
+_GAP = 4e-3  # gap of the integer program
+_NODES = 50  # most nodes of its search tree
+_PIVOTS = 5_000  # most pivots of each of its linear programs
+_CLOSE = 0.01  # relative excess over the bound up to which plans are combined
+_FEW = 4  # least number of plans that are combined
+_STEPS = 3  # steps of the search for a price of memory
+_ENOUGH = 1e-3  # gap that is not worth combining plans where tables are large
+_CLOSED = 1e-9  # gap that is rounding
+_BIG = 1e9  # seconds that stand for infinity
 
 
 def polished(
@@ -55,7 +59,8 @@ def polished(
 
 def _near(outcome: Outcome, budget: float) -> list[Point]:
     """The plans whose priced cost is near the bound; between others there is little to find."""
-    prices, worth = outcome.prices, {}
+    prices = outcome.prices
+    worth = {}
     for p in outcome.points:
         exposed = sum(share * over for share, over in zip(prices.exposed, p.over, strict=True))
         of_bytes = sum(price * (p.held[t] - budget) for t, price in prices.of_bytes.items() if price)
@@ -101,7 +106,7 @@ def alike(
         saved = sum(p * (over.held[t] - under.held[t]) for t, p in prices.items())
         if saved <= 0 or under.seconds <= over.seconds:
             break
-        # at which both are worth the same: something between them may be worth more
+        # At this height both plans cost the same, and a plan between them may cost less.
         height = (under.seconds - over.seconds) / saved
     return found
 
@@ -126,7 +131,8 @@ def with_equal_layers(
     if answer.picked is None:
         return None
     point = counted.point(folded.unfold(answer.picked))
-    return point if np.isfinite(point.seconds) else None  # of a search that was stopped, choices may not go together
+    # A stopped search may return choices that do not go together.
+    return point if np.isfinite(point.seconds) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +140,8 @@ class _Folded:
     """A space with one site for each kind of site, limited to choices that the plans met so far have taken."""
 
     space: Space
-    kind: list[int]  # of every site: which site of the folded space
-    left: list[np.ndarray]  # of those: the choices that are left
+    kind: list[int]  # the site of the folded space for each site
+    left: list[np.ndarray]  # the remaining choices of each folded site
 
     def unfold(self, picked: Sequence[int]) -> list[int]:
         return [int(self.left[k][picked[k]]) for k in self.kind]
@@ -152,7 +158,8 @@ class _Folded:
         edge_of = _numbered(
             (kind[e.source], kind[e.target], e.operand, id(e.given_by), id(e.taken_by)) for e in space.edges
         )
-        edges, flows = list[Edge](), list[tuple[np.ndarray, np.ndarray]]()
+        edges = list[Edge]()
+        flows = list[tuple[np.ndarray, np.ndarray]]()
         for k, e, factor in zip(edge_of, space.edges, problem.factors, strict=True):
             if k == len(edges):
                 folded, of_edge = _with_flows(e, kind, left)
@@ -260,7 +267,8 @@ def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[P
     )[:3]
     if not over:
         return []
-    place, rows = _places(counted.space), [Tables(*(of.items() for of in counted.row(t))) for t in counted.rows]
+    place = _places(counted.space)
+    rows = [Tables(*(of.items() for of in counted.row(t))) for t in counted.rows]
     pairs = [pair for a in under for b in over for pair in ((a, b), (b, a))]
     found = [_best_splice(counted, rows, _Splices(counted, place, *pair), budget) for pair in pairs]
     return [p for p in found if p is not None]
@@ -286,7 +294,8 @@ class _Splices:
 
     def __init__(self, counted: Budgeted, place: np.ndarray, first: Point, second: Point) -> None:
         self.first, self.second = first, second
-        self.place, self.flows = place, counted.points.flows
+        self.place = place
+        self.flows = counted.points.flows
         self.count = len(place) + 1
         self.of_first, self.of_second = (
             counted.points.flows.under(first.picked),
@@ -298,7 +307,8 @@ class _Splices:
 
         An edge's entry changes with the first of its ends, then with the other.
         """
-        sites, places = len(tables.sites), self.place
+        sites = len(tables.sites)
+        places = self.place
         ends = places[self.flows.source[tables.edges]], places[self.flows.target[tables.edges]]
         first, second = self.of_first, self.of_second
         leaves_first = Taken(first.choices, first.leaves, second.arrives)
@@ -323,14 +333,17 @@ class _Splices:
     def hidden(self, counted: Budgeted) -> np.ndarray:
         """Seconds of communication that compute hides in all windows, by k."""
         start, entry, at, change = self.changes(counted.points.beside)
-        runs, times = len(counted.points.beside.sites), counted.points.times_of_windows
+        runs = len(counted.points.beside.sites)
+        times = counted.points.times_of_windows
         window = np.concatenate([counted.points.window_of_run, counted.points.window_of_message])
         # the windows' events in order: their beginning at 0, then one change after the other
         everything = np.concatenate([start, change])
         which = np.concatenate([np.arange(len(start)), entry])
         when = np.concatenate([np.zeros(len(start), int), at])
         order = np.lexsort((when, window[which]))
-        of, when, is_run = window[which][order], when[order], which[order] < runs
+        of = window[which][order]
+        when = when[order]
+        is_run = which[order] < runs
         amounts = everything[order]
         run, moved = (_sums_within(of, np.where(part, amounts, 0.0)) for part in (is_run, ~is_run))
         hides = times[of] * np.minimum(run, moved)
@@ -346,7 +359,8 @@ class _Splices:
 
 def _sums_within(groups: np.ndarray, amounts: np.ndarray) -> np.ndarray:
     """Cumulative sums that restart with each group; members of a group are adjacent."""
-    sums, begins = np.cumsum(amounts), np.flatnonzero(np.diff(groups, prepend=-1))
+    sums = np.cumsum(amounts)
+    begins = np.flatnonzero(np.diff(groups, prepend=-1))
     before = (sums - amounts)[begins]
     return sums - np.repeat(before, np.diff(begins, append=len(groups)))
 

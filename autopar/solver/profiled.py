@@ -62,15 +62,17 @@ class StepTimeline:
         for which, events in enumerate((self.events, measured(profile))):
             for event in events:
                 kind = COMMUNICATION if event.lane == COMMUNICATION else self.kinds.get(event.place, COMMUNICATION)
-                if event.part != "optimizer":  # which is not in the program
+                if event.part != "optimizer":  # The emitted program does not include the optimizer.
                     found.setdefault(kind, [0.0, 0.0])[which] += event.seconds
         return {kind: (predicted, real) for kind, (predicted, real) in found.items()}
 
     def compare(self, profile: Any) -> str:
         """A table of predicted and measured seconds by kind of op."""
         rows = sorted(self.by_kind(profile).items(), key=lambda row: -max(row[1]))
-        sums = tuple(sum(seconds[which] for _, seconds in rows) for which in (0, 1))
-        lines = [(kind, time(p), time(m), _ratio(p, m)) for kind, (p, m) in (*rows, ("all", sums))]
+        all_predicted = sum(predicted for _, (predicted, _) in rows)
+        all_measured = sum(real for _, (_, real) in rows)
+        rows.append(("all", (all_predicted, all_measured)))
+        lines = [(kind, time(p), time(m), _ratio(p, m)) for kind, (p, m) in rows]
         return "\n".join(aligned(("kind of op", "predicted", "measured", "predicted over measured"), lines))
 
 

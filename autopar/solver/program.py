@@ -72,7 +72,7 @@ def solve(
     def curve(budgets: int | Sequence[int]) -> Curve:
         return _curve(widest(), solver, gap, recompute, budgets)
 
-    is_open = plan.gap > max(gap, _CLOSED)  # where the bound is met, what was stopped had nothing left to find
+    is_open = plan.gap > max(gap, _CLOSED)  # A plan that meets the bound makes stopped searches irrelevant.
     prices = found.outcome.prices if found.outcome else Prices({}, (0.0,) * counted.kinds)
     return replace(
         plan,
@@ -97,7 +97,7 @@ def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
 def _curve(
     spaces: Sequence[Space], solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]
 ) -> Curve:
-    """The fastest step of any space under each budget; the first space says which, where a number of them is asked."""
+    """The fastest step of any space under each budget; the first space chooses budgets for a number."""
     curve = _curve_of(spaces[0], solver, gap, recompute, budgets)
     budgets = [point.budget for point in curve]
     for space in spaces[1:]:

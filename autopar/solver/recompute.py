@@ -24,16 +24,19 @@ from autopar.solver.policies import Policy
 from autopar.solver.polish import with_equal_layers
 from autopar.solver.searches import Findings, SmallestPlan, Task
 
-_ROUNDS = 12  # of prices
-_AT_FIRST, _WORTH = 2, 0.01  # rounds, after which a space is left that can gain so little on a plan of another
-_MET = 1 + 1e-9  # of a budget, for rounding
-_FOR_BOUND = 4  # rounds more where none of its plans comes near that plan
-FAR = 1.25  # of a budget: no search has come to fit where the smallest plan that is met first holds more
-_LITTLE = 0.05  # of what is open: a bound that can rise by less is left as it is
-_IN_VAIN = 5  # rounds that lead nowhere, after which it is left too
-_OPEN, _SMALL_OPEN = 0.05, 0.02  # gaps beside the free plan's, from which on plans without recompute are looked at
-_KNOWN = 3  # shardings of budgets before that are looked at first
-_MIXED, _AGAIN = 8, 6  # shardings whose choices are mixed, and how often
+_ROUNDS = 12  # most rounds of prices
+_AT_FIRST = 2  # rounds of prices before a space is compared with another's plan
+_WORTH = 0.01  # relative gain on that plan that is not worth more rounds
+_MET = 1 + 1e-9  # relative excess over a budget that is rounding
+_FOR_BOUND = 4  # further rounds, for the bound alone, where no plan comes near the other space's
+FAR = 1.25  # Give up early: no search ever fitted when the smallest plan it met first held 25 % more than the budget.
+_LITTLE = 0.05  # share of the open gap: a round that can close less is not run
+_IN_VAIN = 5  # rounds without progress in a row that end the search
+_OPEN = 0.05  # gap, in addition to the free plan's, that is worth a search without recompute
+_SMALL_OPEN = 0.02  # the same in a small space, where that search is cheap
+_KNOWN = 3  # shardings from earlier budgets that are tried first
+_MIXED = 8  # fastest shardings whose choices are mixed
+_AGAIN = 6  # most times that choices are mixed
 
 Without = Callable[[], Findings]
 
@@ -73,7 +76,7 @@ class Within:
     joint: JointSearch
     budget: float
     best: Point | None = None
-    lined: Lined | None = None  # of the best
+    lined: Lined | None = None  # the sharding of the best plan
     tried: dict[tuple[int, ...], Lined] = field(default_factory=dict)  # shardings by their choices
     refined: Lined | None = None  # the sharding that was refined last
 
@@ -85,12 +88,12 @@ class Within:
 
     @property
     def is_near_rival(self) -> bool:
-        """Whether the best plan is one that may become faster than a plan of another space, if there is such a plan."""
+        """Whether the best plan may become faster than the plan of another space, if there is one."""
         return self.best is not None and self.best.seconds <= (1 + _OPEN) * self.joint.task.counted.rival
 
     @property
     def is_wide(self) -> bool:
-        """Whether the gap is worth a search for shardings without recompute, which takes little in a small space."""
+        """Whether the gap is worth a search without recompute, which is cheap in a small space."""
         is_open = _OPEN if self.joint.task.counted.is_large else _SMALL_OPEN
         return self.gap > max(self.joint.task.gap, is_open + self.joint.own_gap)
 
@@ -132,7 +135,7 @@ class Within:
                 self._take(Lined.of(self.joint.task, point))
 
     def comes_near(self) -> bool:
-        """Whether a plan is found within the budget, or near it, of shardings that fit with what no states change."""
+        """Whether shardings that fit with the bytes that no states change lead to a plan near the budget."""
         lowest = math.inf
         for lined in self.joint.that_fit_bare(self.budget):
             self._take(lined)
@@ -149,7 +152,7 @@ class Within:
         if key in self.tried or (self.best is not None and lined.point.seconds >= self.best.seconds):
             return
         if lined.at_step > self.budget:
-            return  # under any states
+            return  # The optimizer's step exceeds the budget, whatever is recomputed.
         self.tried[key] = lined
         plan = lined.within(self.budget, price)
         if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
@@ -169,13 +172,17 @@ class Within:
 
     def look_for_prices(self, rounds: int = _ROUNDS) -> None:
         """Find new shardings at prices of windows and of a byte at the fullest time, and raise the bound."""
-        joint, budget, lined = self.joint, self.budget, self.lined
+        joint = self.joint
+        budget = self.budget
+        lined = self.lined
         if lined is None:
             return
-        in_vain, lowest = 0, math.inf  # rounds that led nowhere, one after the other; and the lowest peak
-        moves = False  # do the prices of windows move, with that of a byte?
+        in_vain = 0  # rounds without progress in a row
+        lowest = math.inf  # the lowest peak so far
+        moves = False  # whether the prices of windows move along with that of a byte
         for _ in range(rounds):
-            seconds, highest = self.best.seconds if self.best is not None else math.inf, joint.about(budget)
+            seconds = self.best.seconds if self.best is not None else math.inf
+            highest = joint.about(budget)
             ahead, most = joint.ahead(budget)
             little = _LITTLE * (seconds - highest) if self.best is not None else -math.inf
             is_near = self.best is not None and seconds - highest <= joint.task.gap * seconds
@@ -188,7 +195,8 @@ class Within:
                 has_led = lined.lowest < lowest
             else:
                 has_led = max(seconds - self.best.seconds, joint.about(budget) - highest) > max(0.0, little)
-            in_vain, lowest = 0 if has_led else in_vain + 1, min(lowest, lined.lowest)
+            in_vain = 0 if has_led else in_vain + 1
+            lowest = min(lowest, lined.lowest)
             moves = moves == has_led
         joint.look_closely(budget)
 
@@ -197,7 +205,9 @@ class Within:
 
         The price of a byte is that at which the plans met so far cost most, as long as it leads to a new sharding.
         """
-        joint, task, tables = self.joint, self.joint.task, self.joint.tables
+        joint = self.joint
+        task = self.joint.task
+        tables = self.joint.tables
         if not task.space.windows:
             return
         points = sorted(self._shardings(), key=lambda p: p.seconds)[:_MIXED]
@@ -207,7 +217,8 @@ class Within:
                 return
             price, _ = joint.promising(self.budget, joint.met.values())
             price = price or dearest * DEARER or joint.ahead(self.budget)[0].of_byte
-            dearest, near = max(dearest, price), joint.best_at(price)
+            dearest = max(dearest, price)
+            near = joint.best_at(price)
             at = JointPrices(price, None, joint.best_prices(self.budget).at_step)
             problem = tables.problem(at, tables.prices.worth(near.line, price))
             point = with_equal_layers(task.counted, points, problem, task.solver, joint.stopped)
@@ -231,7 +242,8 @@ class Within:
         joint = self.joint
         tried = (*joint.bounds, *joint.rough)
         best = joint.best_prices(self.budget)
-        alone, half = joint.ahead_alone(self.budget), ahead.towards(best) if best.of_budget else ahead
+        alone = joint.ahead_alone(self.budget)
+        half = ahead.towards(best) if best.of_budget else ahead
         for step in (half, ahead, alone) if moves else (alone, half, ahead):
             if step.of_budget and not any(step.is_near(at) for at in tried):
                 return step
@@ -254,7 +266,8 @@ def _auto(task: Task, without: Without) -> Findings:
     if needs > task.budget * _MET:
         return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.lowest(), needs=needs)
     if not within.is_near_rival and not within.comes_near() and within.best is None:
-        smallest = joint.lowest()  # which may fit where no fast sharding comes near
+        # The smallest plan may fit even where no fast sharding comes near the budget.
+        smallest = joint.lowest()
         if smallest.peak > task.budget:
             return Findings(None, joint.bound(task.budget), joint.free, lowest=smallest, needs=needs)
         within.best = smallest
@@ -264,7 +277,8 @@ def _auto(task: Task, without: Without) -> Findings:
     within.run()
     found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
     if within.is_wide:  # shardings that need no recompute, or hold less
-        known, found = within.best, without()
+        known = within.best
+        found = without()
         if found.best is not None and (within.best is None or found.best.seconds < within.best.seconds):
             within.best = found.best
         points = frontier(found.outcome.points if found.outcome else [])

@@ -21,15 +21,19 @@ from autopar.solver.groups import in_groups
 from autopar.solver.state_program import by_program
 from autopar.solver.states import Again, StateSearch, StepStates
 
-_STEP, _BEYOND = 2.0, 2  # of a price: by which it is raised, and how often beyond the first that leads under the budget
-_APART = 2  # steps in price under the budget from which on what is repeated is mixed; it is from nothing on, too
-_MIXED, _SLOTS = 6, 8192  # mixtures that are tried, and slots of their knapsack
-_TRIED = 256  # runs that are tried to be left out, those that take longest first
-_EXCHANGED, _PAIRED = 16, 32  # exchanges of two runs, and how many are tried for each
-_LOWERED, _NEXT = 24, 16  # steps to a lower peak, and states that are tried for each
-_WORK = 1 << 16  # runs that are gone through for either, in all: long lines are looked at less
-_MUCH = 0.4  # of all seconds of forward: where so much is repeated, some of it may better be repeated twice
-_FEW = 600  # runs that could be repeated, up to which an integer program is asked too
+_STEP = 2.0  # factor between prices
+_BEYOND = 2  # prices beyond the first that leads under the budget
+_APART = 2  # prices between the first base of mixtures and the last price over the budget
+_MIXED = 6  # mixtures that are tried
+_SLOTS = 8192  # slots of their knapsack
+_TRIED = 256  # longest repeated runs that are tried to be left out
+_EXCHANGED = 16  # most exchanges of two runs
+_PAIRED = 32  # pairs that are tried for each exchange
+_LOWERED = 24  # most steps to a lower peak
+_NEXT = 16  # runs that are tried for each step
+_WORK = 1 << 16  # limit on work, in runs of the timeline, for exchanges and for steps to a lower peak
+_MUCH = 0.4  # repeated share of the seconds of forward, above which repeating runs twice is tried
+_FEW = 600  # most runs that could be repeated for which integer programs are tried
 _ROUNDING = 1e-12
 
 
@@ -76,7 +80,8 @@ def _parts(search: StateSearch, again: Again) -> list[Again]:
 
     A run depends on another if it reads what that one makes and backward itself does not need.
     """
-    line, root = search.line, {i: i for i in again}
+    line = search.line
+    root = {i: i for i in again}
 
     def found(i: int) -> int:
         while root[i] != i:
@@ -101,13 +106,16 @@ def _with_parts(
     What a part lowers is estimated. Where the peak stays over the budget, so many more bytes are asked for; later
     amounts lie between one that led over the budget and one that led under it.
     """
-    least, most, needed = base.peak - budget, math.inf, base.peak - budget
+    least = base.peak - budget
+    most = math.inf
+    needed = base.peak - budget
     seconds = np.array([sum(search.line.costs[i] for i in part) for part in parts])
     lowered = np.array([_dropped(search, part, begins, time) for part in parts])
     for _ in range(_MIXED):
         chosen = lightest(seconds, lowered, needed)
         if chosen is None:
-            most, needed = needed, (least + needed) / 2
+            most = needed
+            needed = (least + needed) / 2
             continue
         states = search.of(base.again.union(*(parts[k] for k in chosen)))
         if states.peak <= budget:
@@ -147,7 +155,7 @@ def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int]
     if needed <= 0:
         return []
     slots = np.minimum((amounts * (_SLOTS / needed)).astype(int), _SLOTS)
-    least = np.full(_SLOTS + 1, math.inf)  # by slots that are needed
+    least = np.full(_SLOTS + 1, math.inf)  # needed slots -> the least cost
     least[0] = 0.0
     takes = list[np.ndarray]()
     for cost, n in zip(costs, slots, strict=True):
@@ -156,7 +164,8 @@ def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int]
         least = np.minimum(least, cost + without)
     if not math.isfinite(least[_SLOTS]):
         return None
-    left, chosen = _SLOTS, list[int]()
+    left = _SLOTS
+    chosen = list[int]()
     for k in reversed(range(len(takes))):
         if takes[k][left]:
             chosen.append(k)
@@ -194,7 +203,9 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
 
     Of runs that take as long and drop as much, one stands for all.
     """
-    line, time, slack = search.line, int(best.held.argmax()), budget - best.peak
+    line = search.line
+    time = int(best.held.argmax())
+    slack = budget - best.peak
     begins = _begins(search, best.again)
     kinds: dict[tuple[bool, float, float], int] = {}
     for i, run in enumerate(line.runs):
@@ -227,7 +238,8 @@ def _lowered(search: StateSearch, budget: float) -> StepStates | None:
 
 def _next(search: StateSearch, states: StepStates) -> Iterable[Again]:
     """Sets of runs with one run less or more, of those whose values are largest where the step is fullest."""
-    line, time = search.line, int(states.held.argmax())
+    line = search.line
+    time = int(states.held.argmax())
     size = [sum(float(line.bytes[v]) for v in run.makes if not line.fixed[v]) for run in line.runs]
     alive = [i for i, run in enumerate(line.runs) if size[i] and run.time <= time]
     for i in sorted(alive, key=lambda i: -size[i])[:_NEXT]:

@@ -34,10 +34,13 @@ from autopar.solver.tables import Factor, Problem
 from autopar.solver.ties import settled
 from autopar.space.space import Space
 
-_CLOSED, _NEARLY = 1e-9, 1e-3  # a gap that is rounding; and one that a larger integer program is not worth
-_WIDE = 0.01  # a gap from which on split variables are made one in more ways
-_FAR, _LESS = 0.05, (0.94, 0.88, 0.8)  # a gap from which on plans of smaller budgets are looked at, and which
-_SMALL, _SMALL_WITH_ROWS = 20_000, 4_000  # flow pairs that an integer program is given; memory rows make it hard
+_CLOSED = 1e-9  # gap that is rounding
+_NEARLY = 1e-3  # gap that is not worth a larger integer program
+_WIDE = 0.01  # gap above which more agreements of split variables are tried
+_FAR = 0.05  # gap above which plans of smaller budgets are tried
+_LESS = (0.94, 0.88, 0.8)  # budgets of these plans, as shares of the given one
+_SMALL = 20_000  # most flow pairs of an integer program
+_SMALL_WITH_ROWS = 4_000  # most flow pairs where memory rows make the program hard
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class Task:
     counted: Budgeted
     budget: float  # bytes a device; infinite where there is none
     solver: str
-    backend: Any  # of integer programs
-    gap: float  # at which a plan is good enough
+    backend: Any  # the backend of integer programs
+    gap: float  # gap at which a plan is good enough
     until: float  # a time of the monotonic clock, after which a plan that was found is not improved
     recomputes: bool = False  # whether recompute may bring a plan over the budget within it
 
@@ -78,10 +81,10 @@ class Findings:
 
     best: Point | None = None
     bound: float = -math.inf  # seconds that no plan goes under
-    outcome: Outcome | None = None  # of prices
+    outcome: Outcome | None = None  # the outcome of the search by prices
     stopped: tuple[str, ...] = ()  # searches that were stopped before their end
-    lowest: Point | None = None  # where nothing fits, the plan of the lowest peak that was met
-    needs: float = 0.0  # and bytes that no plan goes under
+    lowest: Point | None = None  # the plan of the lowest known peak, where nothing fits
+    needs: float = 0.0  # bytes that any plan needs, where nothing fits
 
     def is_open(self, gap: float) -> bool:
         """Whether some plan may be faster than the best one by more than this share."""
@@ -173,7 +176,8 @@ class SmallerBudgets:
         return bool(self._budgets(task, found))
 
     def look(self, task: Task, found: Findings) -> Findings:
-        best, stopped = found.best, list(found.stopped)
+        best = found.best
+        stopped = list(found.stopped)
         for budget in self._budgets(task, found):
             if task.has_time:
                 outcome = task.counted.fastest(budget, task.gap, until=task.until, proves=False)
@@ -211,9 +215,8 @@ class WholeProgram:
     def look(self, task: Task, found: Findings) -> Findings:
         try:
             answer = optimise(task.space, task.backend, task.budget, sorted(task.counted.rows))
-        except (
-            Infeasible
-        ):  # of the space; or of a budget that the backend's tolerance steps over: what was found stands
+        except Infeasible:
+            # With a budget, only the backend's tolerance may be at fault: the findings stand.
             if not task.has_budget:
                 raise
             return found
@@ -224,7 +227,7 @@ class WholeProgram:
         if answer.picked is None:
             return found
         plan = task.counted.point(answer.picked)
-        if plan.peak > task.budget:  # by what no sum of tables counts
+        if plan.peak > task.budget:  # Some bytes are in no table, so the program does not see them.
             return found
         is_faster = found.best is None or plan.seconds < found.best.seconds
         return replace(found, best=plan) if answer.ended or (math.isfinite(plan.seconds) and is_faster) else found
@@ -273,7 +276,8 @@ def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> 
 
     `lowest` is the smallest plan with recompute, and `needs` the bytes that no such plan goes under, as far as known.
     """
-    space, memory = task.space, task.space.memory
+    space = task.space
+    memory = task.space.memory
     assert memory is not None
     best, bound = (lowest, needs) if lowest is not None and len(space.sites) > MANY else task.counted.smallest()
     if lowest is None and task.is_small() and best.peak > bound:
@@ -299,7 +303,8 @@ def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> 
             stands=least_standing(space),
             fullest=f"{size(lowest.peak)} at the {when}, {recomputes}",
         )
-    fullest, bound = int(best.held.argmax()), max(bound, needs)
+    fullest = int(best.held.argmax())
+    bound = max(bound, needs)
     unaided = " that recomputes nothing" if task.recomputes else ""
     kinds = {kind: held[fullest] for kind, held in memory.held(best.picked, space.edges).items()}
     fills = ", ".join(f"{kind} {size(float(n))}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)

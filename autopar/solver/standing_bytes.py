@@ -29,7 +29,7 @@ def refuse_below(space: Space, budget: float) -> None:
         return
     fills = ", ".join(f"{kind} {size(n)}" for kind, n in sorted(kinds.items(), key=lambda pair: -pair[1]) if n)
     raise Infeasible(
-        f"there is no plan of {size(budget)} a device on mesh {space.setting.mesh}",
+        f"no plan fits in {size(budget)} a device on mesh {space.setting.mesh}",
         seen=f"{size(least)} are needed by any plan; at the optimizer step, in as many parts as may be: {fills}",
         advice="more devices, or an optimizer that keeps less",
         needs=least,

@@ -17,9 +17,10 @@ import pulp
 
 from autopar.solver.states import StateSearch, StepStates
 
-_TRIED = 5  # programs, each with less in its rows
-_NODES = 4_000  # of the search tree: never seconds
-_GAP, _HALF = 1e-4, 0.5
+_TRIED = 5  # most programs, each with less room than the last
+_NODES = 4_000  # most nodes of the search tree; a limit in seconds would not be reproducible
+_GAP = 1e-4  # gap at which a program ends
+_HALF = 0.5  # value of a variable above which it counts as 1
 
 
 def by_program(search: StateSearch, budget: float) -> StepStates | None:
@@ -47,7 +48,7 @@ class _Program:
         self.saved = {v: pulp.LpVariable(f"K_{v}", cat="Binary") for v in able}
         makers = sorted({line.made_by[v] for v in able})
         self.runs = {u: pulp.LpVariable(f"A_{u}", cat="Binary") for u in makers}
-        self.rows: list[tuple[pulp.LpConstraint, float]] = []  # of bytes, with those that are there in any case
+        self.rows: list[tuple[pulp.LpConstraint, float]] = []  # memory rows, each with the bytes that no choice changes
         self.program.setObjective(pulp.lpSum(line.costs[u] * variable for u, variable in self.runs.items()))
         self._add_availability()
         self._add_bytes()
@@ -72,7 +73,8 @@ class _Program:
                 self.program.addConstraint(there >= self.runs[w])
 
     def _add_bytes(self) -> None:
-        line, windows = self.search.line, self.search.windows
+        line = self.search.line
+        windows = self.search.windows
         end = 2 * line.ops - 1
         last = [-1] * len(line.bytes)  # times of backward at which a value is needed by the backward of an op
         for run in line.runs:

@@ -26,10 +26,12 @@ from autopar.solver.flow import Network
 from autopar.space.timeline import Passing, Timeline
 
 Again = frozenset[int]
-_STEP, _RAISED = 2.0, 12  # of a price: by which it is raised, and how often
-_BETWEEN, _ROUNDING = 8, 1e-12  # prices between two; and what is no less
-_IN_VAIN = 2  # steps that raised the peak, one after the other, after which it is left
-_PAIRS = 2  # of states that are spliced
+_STEP = 2.0  # factor by which a price is raised
+_RAISED = 12  # most times that it is raised
+_BETWEEN = 8  # most prices that are tried between two
+_ROUNDING = 1e-12  # relative difference of costs that is rounding
+_IN_VAIN = 2  # steps in a row that raised the peak, after which the price is not raised further
+_PAIRS = 2  # pairs of states that are spliced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +41,8 @@ class StepStates:
     again: Again
     seconds: float
     held: np.ndarray
-    passing: Passing = ()  # those of them that come more than once
-    hidden: float = 0.0  # seconds that they take besides, beside communication that nothing else hides
+    passing: Passing = ()  # repeated runs that are run more than once
+    hidden: float = 0.0  # further seconds of the runs, which overlap communication that nothing else hides
 
     @property
     def key(self) -> tuple[Again, Passing]:
@@ -59,7 +61,7 @@ class StateSearch:
         self.known: dict[tuple[Again, Passing], StepStates] = {}
         self.none = self.of(line.forced)
         self.fullest = int(self.none.held.argmax())
-        self.priced: dict[float, StepStates] = {0.0: self.none}  # by the price of a byte at that time
+        self.priced: dict[float, StepStates] = {0.0: self.none}  # price of a byte at the fullest time -> its states
         self.windows = _windows(line)
 
     def of(self, again: Again, passing: Passing = ()) -> StepStates:
@@ -67,9 +69,11 @@ class StateSearch:
         again = again | self.line.forced
         if (again, passing) not in self.known:
             through = self.line.under(again, passing)
-            ran, often = frozenset(through.ran), Counter(through.ran)
+            ran = frozenset(through.ran)
+            often = Counter(through.ran)
             often.subtract(self.line.once & ran)
-            seconds, hidden = sum(self.line.runs[i].seconds * n for i, n in often.items()), self.line.hidden(through)
+            seconds = sum(self.line.runs[i].seconds * n for i, n in often.items())
+            hidden = self.line.hidden(through)
             come = tuple(pair for pair in passing if pair[0] in ran)
             states = StepStates(ran, seconds - hidden, through.held, come, hidden)
             self.known[again, passing] = self.known[states.key] = states
@@ -120,7 +124,10 @@ class StateSearch:
         no more once it has risen.
         """
         price = price or self.usual_price(self.fullest) / _STEP**2
-        low, high, lowest, in_vain = 0.0, math.inf, math.inf, 0
+        low = 0.0
+        high = math.inf
+        lowest = math.inf
+        in_vain = 0
         for _ in range(_RAISED):
             peak = self.at_price(price).peak
             if peak <= budget:
@@ -149,7 +156,8 @@ class StateSearch:
                 break
             price = (under.seconds - over.seconds) / dropped
             found = self.at_price(price)
-            cost, known = found.seconds + price * found.held[time], over.seconds + price * over.held[time]
+            cost = found.seconds + price * found.held[time]
+            known = over.seconds + price * over.held[time]
             if found in (over, under) or cost >= known * (1 - _ROUNDING):
                 break
             if found.peak <= budget:
@@ -172,7 +180,8 @@ class StateSearch:
     def _spliced(self, under: StepStates, over: StepStates, budget: float) -> Iterable[StepStates]:
         """States with as many runs of the faster state as fit, at the beginning or at the end."""
         for first in (True, False):
-            low, high = 0, len(self.line.runs)  # so many runs of the faster fit; so many may not
+            low = 0  # a number of runs of the faster state that fits
+            high = len(self.line.runs)  # a number that may not fit
             while high - low > 1:
                 middle = (low + high) // 2
                 place = middle if first else len(self.line.runs) - middle
@@ -222,8 +231,10 @@ def cut(
     pending = [v for v in sorted(wanted) if not line.fixed[v]]
     asking = {v: network.add(source, runs + v, math.inf) for v in pending}
     reading: dict[tuple[int, int], int] = {}
-    seen, ran = set(pending), set[int]()
-    while pending:  # what nobody could ask for is left out
+    seen = set(pending)
+    ran = set[int]()
+    # Only values that something wanted may depend on enter the network, which keeps it small.
+    while pending:
         v = pending.pop()
         u = line.made_by[v]
         network.add(runs + v, u, math.inf if u in line.forced else saved.get(v, 0.0))
@@ -253,7 +264,8 @@ def _windows(line: Timeline) -> list[tuple[int, int]]:
             reads[v] = max(reads[v], run.time)
         for v in run.keeps:
             needs[v] = min(needs[v], last - run.time)
-    for run in reversed(line.runs):  # what only repeated runs read is read when they are needed
+    # A value that only repeated runs read is needed when their results are.
+    for run in reversed(line.runs):
         first = min((needs[v] for v in run.makes), default=last + 1)
         for v in run.reads:
             if v not in line.needed:

@@ -21,14 +21,15 @@ from autopar.solver.figures import size, time
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan
 
-LINES, WIDTH = 15, 100
+LINES = 15
+WIDTH = 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
-_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # where there is none with a weight for sure
-_MOST = 0.9  # of the seconds of products: what holds for so many is said of all
+_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # names of products, where no op surely uses a weight
+_MOST = 0.9  # share of the seconds of products that counts as all of them
 _SOME = 0.1
-_LARGE = 0.02  # of a peak: smaller kinds of memory are one
-_NAMES = 6  # of modules or values that are named
+_LARGE = 0.02  # share of the peak under which kinds of memory are summed up as "others"
+_NAMES = 6  # most modules or values that are named
 _DEAREST = 5
 
 
@@ -95,7 +96,8 @@ def parts_of_step(plan: Plan) -> dict[str, float]:
     of_kind = defaultdict[str, float](float)
     for d in plan.decisions.values():
         of_kind[d.kind] += d.seconds
-    optimizer, of_step = of_kind.pop("parameter", 0.0), of_kind.pop("output", 0.0)
+    optimizer = of_kind.pop("parameter", 0.0)
+    of_step = of_kind.pop("output", 0.0)
     return {
         "compute": sum(of_kind.values()),
         "optimizer": optimizer,
@@ -129,7 +131,8 @@ def _warnings(plan: Plan) -> Iterator[_Line]:
         names = _named(Counter(map(_short, plan.without_rule)))
         yield "careful", f"replicated for want of a rule ({time(cost)} a step): {names}", 1
     if plan.unaligned:
-        lost, names = sum(plan.unaligned.values()), _named(Counter(map(_short, plan.unaligned)))
+        lost = sum(plan.unaligned.values())
+        names = _named(Counter(map(_short, plan.unaligned)))
         more = f"{names} would take {time(lost)} less with sizes that are multiples of 8"
         yield "careful", f"{more} (in transformers: model.resize_token_embeddings(None, pad_to_multiple_of=8))", 2
     for warning in plan.warnings:
@@ -227,11 +230,13 @@ class _Role:
 
 def _role(plan: Plan, axis: int) -> _Role:
     """The role of an axis in a plan."""
-    seconds, modules = defaultdict[str, float](float), set[str]()
+    seconds = defaultdict[str, float](float)
+    modules = set[str]()
     is_batch = _cuts_batch(plan, axis)
     for name, d in _products(plan):
         cut = cut_of(d, axis)
-        cut = "rows" if cut == "positions" and is_batch else cut  # of a batch that lies along another dim
+        # Positions are rows where the batch is in another dim.
+        cut = "rows" if cut == "positions" and is_batch else cut
         seconds[cut] += d.seconds or 1e-12
         if cut == "weights":
             modules.add(_module(name))

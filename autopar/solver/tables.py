@@ -19,8 +19,10 @@ import numpy as np
 from autopar.once import Once
 
 CHEAP = 1 << 16  # tables up to this size are all as good: what has been through least goes first
-_RIVALS, _NOWHERE = 12, 1e36  # kinds that others are compared with; and what stands for infinity there
-_LARGE, _ROOM = 1 << 22, 1 << 24  # sums, from which on it is looked first which can be least; and room to do so
+_RIVALS = 12  # kinds that the others are compared with
+_NOWHERE = 1e36  # cost that stands for infinity in these comparisons
+_LARGE = 1 << 22  # sums, above which those that cannot be least are ruled out first
+_ROOM = 1 << 24  # most sums for which that fits in memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +63,8 @@ class Problem:
     costs: list[np.ndarray]
     factors: list[Factor]
     regions: Sequence[Sequence[int]] = ()  # variables that are eliminated together, before all others
-    once: Once = field(default_factory=Once)  # for what is computed of its tables
-    shapes: Once = field(default_factory=Once)  # for what is computed of classes alone; problems of a space share it
+    once: Once = field(default_factory=Once)  # results that depend on the tables
+    shapes: Once = field(default_factory=Once)  # results that depend on classes alone, shared by a space's problems
 
     def __post_init__(self) -> None:
         alike: dict[bytes, np.ndarray] = {}
@@ -108,11 +110,11 @@ class _Spread:
 class _Shape:
     """What the elimination of a variable takes of classes alone, whatever the tables say."""
 
-    joint: tuple[np.ndarray, ...]  # of each neighbour, the classes that all factors together distinguish
-    shape: tuple[int, ...]  # of the result
+    joint: tuple[np.ndarray, ...]  # classes of each neighbour that all factors together distinguish
+    shape: tuple[int, ...]  # shape of the resulting table
     kinds: np.ndarray  # the choices that differ for some factor, as a column of classes each
     where: np.ndarray  # the kind of each choice that can be taken
-    spreads: tuple[_Spread, ...]  # of each factor
+    spreads: tuple[_Spread, ...]  # layout of each factor's table
 
     @staticmethod
     def of(v: int, finite: np.ndarray, factors: Sequence[Factor], scope: tuple[int, ...]) -> _Shape:
@@ -142,13 +144,15 @@ def minimum_over(
     what = (is_finite.tobytes(), tuple(f.numbers(place) for f in factors))
     classes = tuple(m for f in factors for m in f.classes)
     at = shapes(what, classes, lambda: _Shape.of(v, finite, factors, scope))
-    kinds, shape = at.kinds, at.shape
+    kinds = at.kinds
+    shape = at.shape
     least = np.full(kinds.shape[1], math.inf, cost.dtype)
     np.minimum.at(least, at.where, cost[finite])
     terms = [spread.of(f.table) for spread, f in zip(at.spreads, factors, strict=True)]
-    # what is small is added up before it is spread
+    # Small tables are summed before they are broadcast to the shape of the result.
     order = sorted(range(len(terms)), key=lambda i: math.prod(terms[i].shape[1:]))
-    count, size = kinds.shape[1], math.prod(shape)
+    count = kinds.shape[1]
+    size = math.prod(shape)
     if count * size > _LARGE and (sides := _sides(least, terms, kinds, shape)) is not None:
         axis, rows, others = sides
         by_rows = _least_sums(rows, others).reshape(shape[axis], *shape[:axis], *shape[axis + 1 :])
@@ -172,7 +176,7 @@ def _joint_classes(
 
     None stands for classes that are the factor's own.
     """
-    seen: dict[int, dict[int, np.ndarray]] = {u: {} for u in scope}  # by the identity of the classes
+    seen: dict[int, dict[int, np.ndarray]] = {u: {} for u in scope}  # variable -> its classes, by their identity
     for f in factors:
         for u, m in f.axes():
             if u != v:
@@ -194,7 +198,7 @@ def _joint_classes(
 def _spread(
     f: Factor, v: int, scope: tuple[int, ...], shape: tuple[int, ...], views: Sequence[Mapping[int, np.ndarray | None]]
 ) -> _Spread:
-    """How a factor's table is laid out: its variable first, and its other axes aligned with the result's."""
+    """The layout of a factor's table: its variable first, and its other axes aligned with the result's."""
     others = [u for u in f.scope if u != v]
     rows = [views[scope.index(u)][id(f.classes[f.scope.index(u)])] for u in others]
     order = np.argsort([scope.index(u) for u in others], kind="stable")
@@ -207,14 +211,14 @@ def _spread(
 
 def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray) -> list[int]:
     """The kinds of a variable that none of the cheapest ones dominates, whatever its neighbours choose."""
-    # finite, so that what leads nowhere can be compared
+    # Large finite numbers replace infinite ones, which would subtract to nan.
     rows = [np.minimum(term.reshape(term.shape[0], -1), _NOWHERE) for term in terms]
     rough = least + sum(r.mean(axis=1)[own] for r, own in zip(rows, kinds, strict=True))
     left: np.ndarray = np.isfinite(least)
     for rival in np.argsort(rough, kind="stable")[:_RIVALS]:
         if not left[rival]:
             continue
-        worst = least[rival] - least  # by how much the rival can be dearer than each kind
+        worst = least[rival] - least  # most by which the rival can exceed each kind
         for r, own in zip(rows, kinds, strict=True):
             worst = worst + (r[own[rival]] - r).max(axis=1)[own]
         beaten = worst <= 0
@@ -260,17 +264,20 @@ def _least_sums(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
     rivals = nearest[np.argsort(-count, kind="stable")[:_RIVALS]]
     able: np.ndarray = np.ones(a.shape, bool)
     for rival in rivals:
-        more = (b - b[rival]).min(axis=1)  # by how much a kind is dearer than the rival, at least
+        more = (b - b[rival]).min(axis=1)  # least by which each kind exceeds the rival
         may = a - a[rival] + more[:, None] < 0
         may[rival] = True
-        able &= may | ~able[rival]  # of two that are equal, only one rules out the other
+        able &= may | ~able[rival]  # Of two equal kinds, only one may rule out the other.
     result = np.empty((rows.shape[1], others.shape[1]), rows.dtype)
     able = np.ascontiguousarray(able.T)
-    left, of_rows = np.nonzero(able)[1], np.ascontiguousarray(rows.T)[able][:, None]
-    sums, start = np.empty_like(others), 0
+    left = np.nonzero(able)[1]
+    of_rows = np.ascontiguousarray(rows.T)[able][:, None]
+    sums = np.empty_like(others)
+    start = 0
     for i, end in enumerate(able.sum(axis=1).cumsum().tolist()):
         here = sums[: end - start]
-        np.take(others, left[start:end], axis=0, out=here, mode="clip")  # which does not copy them once more
+        # The mode "raise" would write to a buffer first, and copy it.
+        np.take(others, left[start:end], axis=0, out=here, mode="clip")
         here += of_rows[start:end]
         np.minimum.reduce(here, axis=0, out=result[i])
         start = end

@@ -22,21 +22,23 @@ from autopar.solver.polish import numbered
 from autopar.space.memory import Piece
 from autopar.space.space import Space
 
-_SAME, _LESS = 1e-12, 1e-9  # of the seconds: what those of two equal plans differ by, and communication that is less
-_MOST = 8  # changes of one kind of site
-_TRIES = 3  # with room for what the changes do not count
+_SAME = 1e-12  # relative difference of step times that counts as none
+_LESS = 1e-9  # communication that counts as none, as a share of the step time
+_MOST = 8  # most changes of one kind of site
+_TRIES = 3  # attempts, each with more room for bytes that changes do not count
 
 
 def settled(counted: Budgeted, best: Point, budget: float) -> Point:
     """The plan that comes first among those as fast as the best, or faster, that changes from it lead to."""
     if not best.seconds > 0:
         return best
-    most, room = max(budget, best.peak), 0.0
+    most = max(budget, best.peak)
+    room = 0.0
     for _ in range(_TRIES):
         point = counted.point(_Changes(counted.space, best, budget - room).run())
         if point.peak <= most:
             return point if point.seconds <= best.seconds * (1 + _SAME) else best
-        room += point.peak - most  # for what no sum of tables counts
+        room += point.peak - most  # Some bytes are in no table, so changes do not see them.
     return best
 
 
@@ -54,7 +56,7 @@ class _Changes:
         self.picked = list(best.picked)
         self.step = best.seconds
         self.held = best.held.copy()
-        self.room = best.seconds * _SAME  # that all changes together may take
+        self.room = best.seconds * _SAME  # seconds that all changes together may add
         self.pairs = np.array([w.seconds(best.picked, space.edges) for w in space.windows]).reshape(-1, 2)
         kinds: dict[int, list[int]] = {}
         for i, kind in enumerate(numbered(space)):
@@ -65,7 +67,7 @@ class _Changes:
         for k, e in enumerate(self.space.edges):
             self.near[e.source].append(k)
             self.near[e.target].append(k)
-        # of an edge the windows that it moves in, and its seconds there; of a site those beside which it computes
+        # The windows of each edge with the seconds of its communication in them, and the same for the compute of sites.
         self.moves: dict[int, list[tuple[int, np.ndarray]]] = {}
         self.runs: dict[int, list[tuple[int, np.ndarray]]] = {}
         for w, window in enumerate(space.windows):
@@ -79,7 +81,8 @@ class _Changes:
             (self.on_edge if piece.is_edge else self.on_site).setdefault(piece.place, []).append(piece)
 
     def run(self) -> list[int]:
-        waiting, made = dict.fromkeys(range(len(self.kinds))), [0] * len(self.kinds)
+        waiting = dict.fromkeys(range(len(self.kinds)))
+        made = [0] * len(self.kinds)
         while waiting:
             k = next(iter(waiting))
             del waiting[k]
@@ -98,7 +101,8 @@ class _Changes:
         """Give sites that are alike the choice under which the plan comes first; False if nothing changes."""
         edges = sorted({k for i in alike for k in self.near[i]})
         more, moved, beside = self._seconds(alike, edges)
-        before, peak = {self.picked[i] for i in alike}, float(self.held.max())
+        before = {self.picked[i] for i in alike}
+        peak = float(self.held.max())
         able = [
             int(c)
             for c in np.flatnonzero((more <= self.room) & ((more < -_SAME * self.step) | (moved <= _LESS * self.step)))
@@ -117,10 +121,8 @@ class _Changes:
             self.pairs[w] += change[:, c]
         for i in alike:
             self.picked[i] = c
-        self.room, self.step = (
-            _SAME * self.step if more[c] < -_SAME * self.step else self.room - float(more[c]),
-            self.step + float(more[c]),
-        )
+        self.room = _SAME * self.step if more[c] < -_SAME * self.step else self.room - float(more[c])
+        self.step = self.step + float(more[c])
         return True
 
     def _order(self, more: float, moved: float, peak: float, kinds: int) -> tuple[float, ...]:
@@ -139,7 +141,9 @@ class _Changes:
 
         The last has, by window, [communication or compute, choice].
         """
-        count, members, once = len(self.space.sites[alike[0]].choices), set(alike), Once()
+        count = len(self.space.sites[alike[0]].choices)
+        members = set(alike)
+        once = Once()
         in_line, moved = np.zeros(count), np.zeros(count)
         beside: dict[int, np.ndarray] = {}
 

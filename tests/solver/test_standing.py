@@ -51,7 +51,7 @@ def test_no_plan_is_smaller_and_a_smaller_budget_is_refused_at_once(asked):
     counted = planned(**asked).search.counted
     least = sum(standing(counted.space).values())
     assert least <= counted.smallest()[0].peak
-    with pytest.raises(Infeasible, match=r"(?s)there is no plan of .* needed by any plan") as letter:
+    with pytest.raises(Infeasible, match=r"(?s)no plan fits in .* needed by any plan") as letter:
         planned(int(0.98 * least), **asked)
     assert letter.value.is_of_states and letter.value.needs == pytest.approx(least, rel=0.01)
     try:
