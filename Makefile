@@ -51,6 +51,7 @@ lint: $(VENV)/.dev             ## format, lint, types, and the order of folders
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/form.py
 
 check: lint                    ## lint, and the tests that start no processes
 	$(BIN)/python -m pytest -m "not nightly and not machines"

@@ -25,7 +25,7 @@ from autopar.codegen import lower
 from autopar.codegen.checked import check_plan
 from autopar.codegen.local_inputs import NO_ROWS, rows_of
 from autopar.graph.calls import Call, as_call
-from autopar.graph.graph import Graph, rows_of_batch, type_of
+from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Consumed, Infeasible, NotServed
 from autopar.module import How, ParallelModule, Source, parallelise
 from autopar.module.attributes import reads_of
@@ -220,7 +220,7 @@ def autoparallelize(
 
     call = Call(*as_call(meta_inputs))
     source = Source(sync, init, weights)
-    replan = _Replan(request, rows_of_batch(asked.graph))
+    replan = _Replan(request)
     return parallelise(model, call, lowered, mesh, replan, source, how, asked.reads)
 
 
@@ -229,7 +229,6 @@ class _Replan:
     """Plans another call of a model as the first was asked for."""
 
     request: Request
-    rows: int  # of the first batch
 
     def __call__(
         self, model: torch.nn.Module, call: Call, first: Plan, *, keeps_dropout: bool, has_gradients: bool
@@ -237,7 +236,7 @@ class _Replan:
         graph = self.request.trace(model, call)
         graph = graph if keeps_dropout else graph.without_dropout()
         all_ranks_hold("calls", graph.digest)
-        plan = from_rank_0(lambda: plan_again(graph, self.request, first, self.rows, has_gradients))
+        plan = from_rank_0(lambda: plan_again(graph, self.request, first, has_gradients))
         _let_search_go(plan)
         return self.request.as_planned(graph, plan), plan
 

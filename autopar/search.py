@@ -34,29 +34,27 @@ from autopar.turns import head_of
 log = logging.getLogger("autopar")
 _BESIDE = ("dp", "zero3", "megatron")  # presets that a plan is compared with
 _AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
-_MORE_ROWS = 2  # most rows of a micro-batch of another batch, as a multiple of those before
 _TURNS_TRIED = 3  # numbers of turns that are tried before the excess of the last two tells whether more may fit
 
 
-def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False, fewest: int = 1) -> Plan:
+def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
     """The fastest plan found for a graph, on the mesh that is asked for or on the best one.
 
     `started` is the time of the monotonic clock from which the time limit counts. The caller of a trial plans otherwise
-    if nothing fits. With "auto", there are at least `fewest` micro-batches where the model can have them.
+    if nothing fits.
     """
     began = time.monotonic()
-    found = _in_few_turns(graph, request, started, is_trial, fewest)
+    found = _in_few_turns(graph, request, started, is_trial)
     log.info("planned on mesh %s in %.1f s, gap %.2f%%", found.mesh, time.monotonic() - began, 100 * found.gap)
     if isinstance(found.search, PricedSpace):
         found.search.others = functools.partial(_beside, graph, request, found.mesh, found.microbatches)
     return found
 
 
-def plan_again(graph: Graph, request: Request, first: Plan, rows: int = 0, has_gradients: bool = True) -> Plan:
+def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool = True) -> Plan:
     """A plan of another graph of the same model, with parameters stored as in the first plan.
 
-    Where no plan is found, constraints and preset are dropped, then the budget. `rows` are those of the first plan's
-    batch, if they are known: many more rows pass in micro-batches of about as many, under the same budget.
+    Where no plan is found, constraints and preset are dropped, then the budget.
     """
     before = first.parameters
     axes = first.mesh.axes
@@ -67,8 +65,6 @@ def plan_again(graph: Graph, request: Request, first: Plan, rows: int = 0, has_g
     turns, chunks = _turns_again(graph, request) if has_gradients else (1, 1)
     again = replace(request, mesh=first.mesh, time_limit=None, gap=max(request.gap, _AGAIN))
     again = replace(again, microbatches=turns, chunks=chunks)
-    most = _MORE_ROWS * rows // first.microbatches
-    fewest = math.ceil(rows_of_batch(graph) / most) if most and math.isfinite(request.budget) else 1
     letter: Letter | None = None
     free: dict[str, Any] = {"constraints": stored, "parallel": None}
     ways: list[tuple[str, dict[str, Any]]] = [("", {"constraints": {**stored, **mine}})]
@@ -76,7 +72,7 @@ def plan_again(graph: Graph, request: Request, first: Plan, rows: int = 0, has_g
         ways.append(("constraints and preset", free))
     for dropped, freer in (*ways, ("constraints, preset and budget", {**free, "memory_budget": math.inf})):
         try:
-            found = plan_of(graph, replace(again, **freer), is_trial=True, fewest=fewest)
+            found = plan_of(graph, replace(again, **freer), is_trial=True)
         except (BadConstraint, BadPreset, Infeasible) as e:
             letter = letter or e
         else:
@@ -99,17 +95,14 @@ def _beside(graph: Graph, request: Request, mesh: DeviceMesh, turns: int) -> tup
     return tuple(found)
 
 
-def _in_few_turns(
-    graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False, fewest: int = 1
-) -> Plan:
+def _in_few_turns(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
     """The fastest plan found for a graph; with "auto", in as few micro-batches as fit in the budget."""
     until = math.inf if request.time_limit is None else started + request.time_limit
     if request.microbatches != "auto":
         turned = request.in_turns(graph, int(request.microbatches))
         return _on_meshes(Planning(request, turned, until, is_trial=is_trial))
     letters: dict[int, Infeasible] = {}  # number of micro-batches -> the letter that refused it
-    able = list(_numbers_of_turns(rows_of_batch(graph)))
-    for turns in [n for n in able if n >= fewest] or able[-1:]:
+    for turns in _numbers_of_turns(rows_of_batch(graph)):
         if letters and _are_too_few(letters, turns, request.budget):
             continue
         try:
@@ -119,12 +112,10 @@ def _in_few_turns(
             letters[turns] = e
             if not _may_fit(letters, request.budget):
                 break
-        except (NotServed, BadConstraint, BadPreset):  # the model looks at all rows, or devices cannot share so few
-            if letters:
-                break
-            if turns == 1:
+        except (NotServed, BadConstraint, BadPreset):
+            if not letters:
                 raise
-            return _in_few_turns(graph, request, started, is_trial)
+            break  # the model looks at all rows, or devices cannot share so few
     raise _of_the_smallest(letters)
 
 
@@ -180,9 +171,9 @@ def _are_too_few(letters: Mapping[int, Infeasible], turns: int, budget: float) -
 def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:
     """The letter about the whole batch; it names a plan in micro-batches if a smaller one was found."""
     turns = min(letters, key=lambda turns: letters[turns].smallest)
-    first, *_ = letters
-    at_first = f"that was met {'of the whole batch at once' if first == 1 else f'in {first}'}"
-    return naming_the_smaller(letters[first], letters[turns].smallest, f"in {turns} micro-batches", at_first)
+    return naming_the_smaller(
+        letters[1], letters[turns].smallest, f"in {turns} micro-batches", "that was met of the whole batch at once"
+    )
 
 
 def _numbers_of_turns(rows: int) -> Iterator[int]:

@@ -207,7 +207,7 @@ def run(case: str) -> None:
             first = timed(f"8 rows, {share:.0%} of the free peak", lambda r=request: plan_of(r.trace(model, batch), r))
             for rows in (6, 10, 16, 32):
                 graph = request.trace(model, language_model("LlamaForCausalLM", model.config, rows, 64)[1])
-                timed(f"then {rows}", lambda g=graph, r=request, f=first: plan_again(g, r, f, rows=8))
+                timed(f"then {rows}", lambda g=graph, r=request, f=first: plan_again(g, r, f))
     elif case == "infeasible":
         model, batch, how = llama_8b()
         timed("1 GiB", lambda: autopar.plan(model, batch, memory_budget=1 << 30, **how))

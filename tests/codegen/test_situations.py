@@ -109,7 +109,7 @@ def test_another_batch_is_searched_for_once_under_the_budget_and_once_without_on
     request, asked = Request(mesh=(2,), memory_budget="inf"), []
     first = plan_of(request.trace(model, batch), request)
 
-    def refused(graph, request, started, is_trial, fewest):
+    def refused(graph, request, started=math.inf, is_trial=False):
         asked.append((request.memory_budget, is_trial))
         raise Infeasible("no plan")
 
@@ -117,27 +117,6 @@ def test_another_batch_is_searched_for_once_under_the_budget_and_once_without_on
     with pytest.raises(Infeasible, match="no plan"):
         plan_again(request.trace(model, batch_of(4)), dataclasses.replace(request, memory_budget=1 << 20), first)
     assert asked == [(1 << 20, True), (math.inf, True)]
-
-
-def test_many_more_rows_under_a_budget_pass_in_micro_batches_of_about_as_many_as_before(monkeypatch):
-    """A training loop waits: that a whole batch of four times the rows fits in no way takes long to find out."""
-    model, batch = mlp_case()
-    rows = len(batch["x"])
-    free = plan_of(Request(mesh=(2,)).trace(model, batch), Request(mesh=(2,), memory_budget="inf"))
-    request = Request(mesh=(2,), memory_budget=2 * free.peak_bytes)
-    first, more = plan_of(request.trace(model, batch), request), request.trace(model, batch_of(4 * rows))
-    tried = []
-    in_turns = Request.in_turns
-
-    def counted(self, graph, turns):
-        tried.append(turns)
-        return in_turns(self, graph, turns)
-
-    monkeypatch.setattr(Request, "in_turns", counted)
-    again = plan_again(more, request, first, rows=rows)
-    assert tried[0] == 2 and again.microbatches >= 2 and again.peak_bytes <= request.budget
-    refuses = plan_again(more, dataclasses.replace(request, microbatches=1, memory_budget=math.inf), first, rows=rows)
-    assert refuses.microbatches == 1
 
 
 def test_another_batch_is_planned_without_the_file_of_the_cluster(tmp_path):
