@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.graph import walks
 from autopar.graph.blocks import calls
 from autopar.graph.graph import Graph, info, op_name, run, type_of
 from autopar.graph.nodes import tensor_operands
 from autopar.ops.entry import facts_of
-from autopar.runtime.private import OpOverload
+from autopar.runtime.private import OpOverload, TorchDispatchMode
 
 log = logging.getLogger("autopar")
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.private import function_of
+from autopar.runtime.private import TorchDispatchMode, function_of
 from autopar.sharding.placement import R
 from autopar.space.trial import TOLERANCE, difference, tupled
 
