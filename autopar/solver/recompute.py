@@ -275,20 +275,29 @@ def _auto(task: Task, without: Without) -> Findings:
         within.look_for_prices(_FOR_BOUND)
         return Findings(within.best, joint.bound(task.budget), joint.free)
     within.run()
-    found = Findings(within.best, joint.bound(task.budget), joint.free, tuple(joint.stopped))
-    if within.is_wide:  # shardings that need no recompute, or hold less
-        known = within.best
-        found = without()
-        if found.best is not None and (within.best is None or found.best.seconds < within.best.seconds):
-            within.best = found.best
-        points = frontier(found.outcome.points if found.outcome else [])
-        within.add(points)
-        if within.best is None or within.best is not known:
-            within.polish()
-        found = replace(found, best=within.best, bound=joint.bound(task.budget), outcome=joint.free)
-        found = replace(found, stopped=(*joint.stopped, *found.stopped))
-    if found.best is not None:
-        return found
+    found = _and_without(within, without)
+    return found if found.best is not None else _of_the_smallest(joint, found, needs)
+
+
+def _and_without(within: Within, without: Without) -> Findings:
+    """The findings of a search within a budget, and of searches without recompute where its gap stays wide."""
+    joint = within.joint
+    if not within.is_wide:
+        return Findings(within.best, joint.bound(within.budget), joint.free, tuple(joint.stopped))
+    known = within.best
+    found = without()
+    if found.best is not None and (within.best is None or found.best.seconds < within.best.seconds):
+        within.best = found.best
+    within.add(frontier(found.outcome.points if found.outcome else []))
+    if within.best is None or within.best is not known:
+        within.polish()
+    stopped = (*joint.stopped, *found.stopped)
+    return replace(found, best=within.best, bound=joint.bound(within.budget), outcome=joint.free, stopped=stopped)
+
+
+def _of_the_smallest(joint: JointSearch, found: Findings, needs: float) -> Findings:
+    """The findings with the smallest known plan: as the best one where it fits, else as the lowest."""
+    task = joint.task
     for search in (joint.met_lowest, joint.lowest):
         if (smallest := search()).peak <= task.budget:
             return replace(found, best=smallest)
