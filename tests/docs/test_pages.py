@@ -18,7 +18,10 @@ PAGES = [
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", *(f"docs/{name}.md" for name in ("index", "reading", "capture", "planning", "training", "trainers"))],
+    [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("index", "reading", "capture", "planning", "memory", "training", "trainers")),
+    ],
 )
 def test_the_code_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
