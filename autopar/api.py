@@ -229,7 +229,7 @@ class _Replan:
     """Plans another call of a model as the first was asked for."""
 
     request: Request
-    rows: int  # of the first batch
+    rows: int  # number of rows of the first batch
 
     def __call__(
         self, model: torch.nn.Module, call: Call, first: Plan, *, keeps_dropout: bool, has_gradients: bool
