@@ -82,7 +82,8 @@ class AdamW(torch.optim.Optimizer):
         if parameter.dtype.itemsize < 4 and _MASTER not in state:
             state[_MASTER] = parameter.detach().to(torch.float32)
         state["step"] += 1
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        lr = float(group["lr"])
+        decay = float(group["weight_decay"])
         rates = adamw.Rates(lr, group["betas"], group["eps"], decay, int(state["step"]))
         average, squares = (_local(state[name]) for name in _MOMENTS)
         master = _local(state[_MASTER]) if _MASTER in state else None

@@ -134,7 +134,8 @@ def _on_meshes(planning: Planning) -> Plan:
 
 def _turns_again(graph: Graph, request: Request) -> tuple[int | str, int | str]:
     """Micro-batches and chunks for another batch: as many as are asked for, as far as it has the rows."""
-    turns, chunks = request.microbatches, request.chunks
+    turns = request.microbatches
+    chunks = request.chunks
     head = head_of(graph, request.keeps_outputs).head
     return (
         turns if turns == "auto" else math.gcd(int(turns), rows_of_batch(graph)),

@@ -160,7 +160,8 @@ class Alone:
                 held = []
                 left = HELD
         own = time.process_time() - start
-        self.own, self.wall = self.own + own, self.wall + time.perf_counter() - wall
+        self.own = self.own + own
+        self.wall = self.wall + time.perf_counter() - wall
         return own / calls
 
     def _once_in_new_memory(self, run: Callable[[], Any]) -> float:
@@ -168,7 +169,8 @@ class Alone:
         start, wall = time.process_time(), time.perf_counter()
         made = run()
         own = time.process_time() - start
-        self.own, self.wall = self.own + own, self.wall + time.perf_counter() - wall
+        self.own = self.own + own
+        self.wall = self.wall + time.perf_counter() - wall
         del made
         return own
 

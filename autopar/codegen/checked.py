@@ -69,7 +69,7 @@ def check_plan(graph: Graph, plan: Plan) -> None:
     for use in uses:
         _travels(plan, use, conversions.pop((use.target, use.operand), None), named[use.target])
     for target, operand in conversions:
-        raise BadPlan(f"the plan converts operand {operand} of {target}, and there is no such value", advice=_AGAIN)
+        raise BadPlan(f"the plan converts operand {operand} of {target}, which the model does not have", advice=_AGAIN)
     _fuses(graph, plan)
 
 
@@ -122,7 +122,7 @@ def _policies(plan: Plan, sites: tuple[Site, ...], uses: tuple[Use, ...]) -> Non
     for policy, said in (("regathered", plan.regathered), ("scattered", plan.scattered)):
         if wrong := sorted(said - may[policy]):
             raise BadPlan(
-                f"the plan says that {wrong[0]} is {policy}, and it is no parameter of which parts are gathered so",
+                f"the plan says that {wrong[0]} is {policy}, which is not possible for it in this plan",
                 seen=f"{plan.accumulation * plan.microbatches} micro-batches a step",
                 advice=_AGAIN,
             )

@@ -15,11 +15,11 @@ from autopar.sharding.convert import LocalStep
 from autopar.sharding.costs import LOCAL
 from autopar.sharding.mesh import DeviceMesh
 
-SentByOps = Mapping[str, Mapping[str, Messages]]  # by op of the local program and by mesh axis
+SentByOps = Mapping[str, Mapping[str, Messages]]  # op of the local program -> mesh axis -> messages
 
 
 def sent_by_ops(joint: JointGraph) -> SentByOps:
-    """The messages of all ops that send any, as they are traced: passes join messages and drop what nothing reads."""
+    """The messages of all ops that send any, as traced: before passes join them or drop unread ones."""
     ran_back = {node.meta[BACK] for node in joint.graph.nodes if BACK in node.meta}
     found: dict[str, dict[str, dict[str, Counter[str]]]] = {}
     for node in joint.graph.find_nodes(op="call_function", target=CONVERT):
@@ -38,7 +38,8 @@ def check_exchanges(graph: Graph, mesh: DeviceMesh, sent: SentByOps) -> None:
     """Raise where an op's local form sends other messages along an axis than its entry says."""
     for node in graph.nodes:
         for axis, messages in sent.get(node.name, {}).items():
-            call, n = call_of(node), mesh.shape[mesh.axis(axis)]
+            call = call_of(node)
+            n = mesh.shape[mesh.axis(axis)]
             said = messages_of(exchanges_of(call), n)
             if not is_said(messages, said, map(type_of, tensor_operands(node))):
                 at = "\n".join(filter(None, (users_rule(call.op), call.source)))

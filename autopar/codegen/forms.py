@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def form_of(at: Localiser, node: fx.Node, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that computes `node` on this device, and arguments with local shapes for whole ones."""
-    op, call, here = node.target, call_of(node), at.place(node)
+    op = node.target
+    call = call_of(node)
+    here = at.place(node)
     if info(node).in_time[0]:
         call, here = _among_all_turns(node, call, here)
     if call.random >= 0 and not facts_of(op.name).draws:

@@ -30,13 +30,11 @@ class Joint:
     outputs: int
     differentiable: tuple[int, ...]  # outputs that have a tangent
     gradients: tuple[int, ...]  # primals that get a gradient
-    hold: fx.Graph  # as `backward`, but gradients of parameters come before they are reduced
+    hold: fx.Graph  # like `backward`, but gradients of parameters are not reduced yet
     settle: fx.Graph  # gradients of parameters as `hold` leaves them -> as `backward` does
-    waits: tuple[int, ...]  # which of `gradients` wait for their reduction,
-    settled_from: tuple[
-        int, ...
-    ]  # and of each of those which operand of `settle` it is: one may be the gradient of two
-    sent: SentByOps = field(default_factory=dict)  # inside of ops
+    waits: tuple[int, ...]  # places in `gradients` of those that wait for their reduction
+    settled_from: tuple[int, ...]  # operand of `settle` for each of `waits`; one operand may serve two gradients
+    sent: SentByOps = field(default_factory=dict)  # messages inside ops
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -65,7 +63,7 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
     exchanged = [n for n in late if n.target in COLLECTIVES and n.meta.get(OP) in recomputed.exchanged]
     pending = wanted + present + sorted(exchanged)  # nodes compare by their place
     saved, extra = _crossing(pending, backward.union(joint.tangents), again)
-    if late:  # what forward's trace made for backward alone may read what comes late
+    if late:  # Forward ops that only backward needs may read recomputed nodes, so they must move down with them.
         for node in (extra & late) | {n for n in _calls(backward) if OP in n.meta}:
             node.meta[RECOMPUTED] = True
     first = extract(joint.graph, joint.primals, _calls(forward), [*joint.outputs, *saved])

@@ -115,9 +115,11 @@ def _way_from(graph: fx.Graph, place: int) -> frozenset[str]:
     They are read off the local program, which has the same nodes on every rank. The traced graph has not: of one row,
     torch leaves out sums that other ranks need.
     """
-    node, found = graph.find_nodes(op="placeholder")[place], set[str]()
+    node = graph.find_nodes(op="placeholder")[place]
+    found = set[str]()
     while len(node.users) == 1:
-        before, (node,) = node, node.users
+        before = node
+        (node,) = before.users
         is_form = node.op == "call_function" and (
             info(node).kind == "conversion"
             or (info(node).kind == "op" and facts_of(op_name(node)).same and _rows(node) == _rows(before))

@@ -47,7 +47,8 @@ class JointGraph:
     def read_output(self) -> None:
         """Read outputs and gradients back from the graph's output node, after a pass has replaced nodes."""
         values = list(self.graph.output_node().args[0])
-        first, last = len(self.outputs), len(self.outputs) + len(self.gradients)
+        first = len(self.outputs)
+        last = first + len(self.gradients)
         self.outputs = values[:first]
         self.gradients = values[first:last]
         self.held = values[last:]

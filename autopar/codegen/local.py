@@ -44,7 +44,7 @@ class LocalProgram:
     inputs: tuple[str, ...]  # placeholder names of the traced inputs, whole on every rank
     parameters: tuple[str, ...]  # names
     buffers: tuple[str, ...]
-    types: dict[str, TensorType]  # of every placeholder, local, by placeholder name
+    types: dict[str, TensorType]  # local type of each placeholder, by its name
     outputs: tuple[Sharding, ...]  # how each output lies
     is_random: bool = False  # a last placeholder takes the random key of the step
     notes: dict[str, str] = field(default_factory=dict)  # remarks for who reads it, by the names of nodes
@@ -159,7 +159,8 @@ class Localiser:
 
     def _placeholder(self, node: fx.Node) -> None:
         made = self.env[node] = self.fx.placeholder(node.name)
-        sharding, whole = values(self._decision(info(node).key).flows()), type_of(node)
+        sharding = values(self._decision(info(node).key).flows())
+        whole = type_of(node)
         if self._has_rows(node):
             sharding = sharding_of_rows(self.rows.axes, self.mesh)
         self.types[made.name] = TensorType(
@@ -191,10 +192,13 @@ class Localiser:
 
     def _converted(self, source: fx.Node, target: str, operand: int, module: str) -> fx.Node:
         """`source` in the sharding that its consumer takes; conversions that are equal are written once."""
-        here, conversion, whole = self.env[source], self.conversions.get((target, operand)), type_of(source)
+        here = self.env[source]
+        conversion = self.conversions.get((target, operand))
+        whole = type_of(source)
         steps, lies = (conversion.forward, conversion.value[0]) if conversion else ((), None)
         if self._has_rows(source):
-            steps, lies = from_rows(self.rows.axes, steps), sharding_of_rows(self.rows.axes, self.mesh)
+            steps = from_rows(self.rows.axes, steps)
+            lies = sharding_of_rows(self.rows.axes, self.mesh)
         if lies is None or (conversion is None and not steps):
             return here
         forward, shape = self._steps(steps, whole, lies)
@@ -204,13 +208,15 @@ class Localiser:
         reduces = conversion is not None and any(step.kind in REDUCTIONS for step in conversion.backward)
         dtype: tuple[str, ...] = ()
         if source in self.before and reduces:  # the cast is a part of the conversion
-            here, dtype = self.before[source], (whole.dtype,)
+            here = self.before[source]
+            dtype = (whole.dtype,)
         key = (here, forward, backward, dtype)
         if key not in self.written:
             given = (here, forward, backward, list(shape), *dtype)
             made = self.written[key] = self.fx.create_node("call_function", convert, given, name=f"{here.name}_as")
             made.meta["info"] = Info(f"{info(source).key} to {target}", "conversion", (whole,), module)
-        made, name = self.written[key], conversion_name(target, operand)
+        made = self.written[key]
+        name = conversion_name(target, operand)
         made.meta["info"] = replace(info(made), names=(*info(made).names, name))
         return made
 

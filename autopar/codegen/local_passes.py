@@ -36,7 +36,8 @@ def use_kernels(program: LocalProgram) -> None:
     after     y = gated(g, u, 0)                                  f = add_rms_norm(x, r, w);  s = f[0];  y = f[1]
     """
     for family, found, arguments in list(_groups(program)):
-        node, results = found.result, found.results
+        node = found.result
+        results = found.results
         if family.product is not None and family.prepare is not None:
             family.prepare(found)
             product = family.product(found).name
@@ -45,7 +46,9 @@ def use_kernels(program: LocalProgram) -> None:
         said = f"one kernel, in the place of {', '.join(map(called, found.nodes))}"
         program.notes[node.name] = "; ".join(filter(None, (said, program.notes.get(node.name, ""))))
         if len(results) == 1:
-            node.target, node.args, node.kwargs = family.call, (), dict(arguments)
+            node.target = family.call
+            node.args = ()
+            node.kwargs = dict(arguments)
         else:
             with program.fx.inserting_before(node):
                 made = program.fx.create_node("call_function", family.call, (), dict(arguments))
@@ -57,7 +60,9 @@ def use_kernels(program: LocalProgram) -> None:
             for place, result in enumerate(results):
                 if result is not node:
                     node.prepend(result)
-                result.target, result.args, result.kwargs = operator.getitem, (made, place), {}
+                result.target = operator.getitem
+                result.args = (made, place)
+                result.kwargs = {}
                 result.meta["info"] = replace(about[place], kind="part", module=about[-1].module)
         for op in reversed([n for n in found.nodes if n not in results]):
             program.fx.erase_node(op)

@@ -46,7 +46,7 @@ class Lowered:
     program: LocalProgram
     joint: Joint
     rows: OwnRows
-    ending: Ending | None = None  # of a program that runs in turns: what runs once, behind them
+    ending: Ending | None = None  # the program that runs once after all turns, where there are turns
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -187,11 +187,13 @@ def _whole_shapes(program: LocalProgram) -> Iterator[tuple[str, list[tuple[int, 
 def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
     """The window and bucket in which forward first reads each parameter, for parameters that ops read."""
     ops = [n for n in graph.nodes if info(n).kind == "op"]
-    schedule, place = schedule_of(ops, window_bytes), {op: i for i, op in enumerate(ops)}
+    schedule = schedule_of(ops, window_bytes)
+    place = {op: i for i, op in enumerate(ops)}
     found = {}
     for name, node in graph.parameters.items():
         readers = [place[u] for u in node.users if u in place]
         if readers:
-            window, (bucket, *_) = schedule.of[min(readers)], schedule.buckets[node]
+            window = schedule.of[min(readers)]
+            bucket, *_ = schedule.buckets[node]
             found[name] = Read(window, bucket, type_of(node).nbytes, node in schedule.stays, travels_alone(node))
     return found

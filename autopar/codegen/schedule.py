@@ -1,16 +1,6 @@
 """Schedule an emitted half: when it recomputes, and when its collectives of parameters run, as `space/` prices them.
 
-Each pass has a before and an after; none changes what is computed.
-
-    repeat_in_passing   nodes that are recomputed in passing are copied once for each place that wants them
-    recompute_late      recomputed nodes move down to their first reader
-    fetch_late          nodes made of a parameter alone move down to their first reader
-    gather_ahead        the gathers of a window travel together, and begin where the window beside which they move
-                        begins
-    reduce_beside       reductions of gradients begin where they stand, and go on or end where the next begins or where
-                        they are read
-    drop_idle_views     views that change nothing are removed (`idle_views.py`)
-    write_over          a gradient is written over an operand that nothing reads any more (`buffer_reuse.py`)
+Each pass of `PASSES` has a before and an after; none changes what is computed.
 
 Order of nodes is order of execution: a collective that has begun runs on its own while the ops after it compute, until
 its `finish`.
@@ -47,17 +37,13 @@ _REDUCTIONS = frozenset(step for step, kind in _BEGUN_BY.items() if kind in REDU
 
 @dataclass(frozen=True, slots=True, order=True)
 class Read:
-    """Where forward first reads a parameter: its window, and its bucket within the window.
-
-    `nbytes` are those of the whole parameter. It `stays` where its gathered copy is kept for backward, and `is_alone`
-    where its gradient shares no bucket.
-    """
+    """Where forward first reads a parameter: its window, and its bucket within the window."""
 
     window: int
     bucket: int
-    nbytes: int
-    stays: bool = False
-    is_alone: bool = False
+    nbytes: int  # bytes of the whole parameter
+    stays: bool = False  # whether its gathered copy is kept for backward
+    is_alone: bool = False  # whether its gradient shares no bucket
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,9 +183,7 @@ def _sink(half: Half) -> None:
 
 
 def fetch_late(half: Half) -> None:
-    """Move nodes made of a parameter alone down to their first reader.
-
-    Recomputed nodes stand there already.
+    """Move nodes made of one parameter down to their first reader, where recomputed ones already stand.
 
     before    w = all_gather(p);  v = all_gather(q);  y = mm(x, w);  z = mm(y, v)
     after     w = all_gather(p);  y = mm(x, w);  v = all_gather(q);  z = mm(y, v)
@@ -216,8 +200,7 @@ def gather_ahead(half: Half) -> None:
     Each step, axis and dtype is one message. The neighbour is the window before it in forward, and the window after it
     in backward. Over one axis after another, each step begins as its share of the neighbour does.
 
-    before    y = mm(x, u);   w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)          # u is of
-              window 0, p and q of window 1
+    before    y = mm(x, u);  w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)   # p, q: next window
     after     g = begin_all_gather(pack([p, q]));  y = mm(x, u);  f = finish(g);  w = f[0];  v = f[1];  z = mm(y, w);  r
               = mm(z, v)
     """
@@ -247,10 +230,7 @@ Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
 def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, list[tuple[fx.Node, int]]]:
-    """The first readers of each window's parameters, in order, with the whole bytes of these.
-
-    They have the same order on all ranks, whatever parts these hold.
-    """
+    """The first readers of each window's parameters with whole bytes, in an order that all ranks share."""
     first: dict[str, fx.Node] = {}
     reads: dict[str, Read] = {}
 
@@ -281,13 +261,10 @@ def _at_share(places: Sequence[tuple[fx.Node, int]], share: float) -> fx.Node:
 
 
 def _chains(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, int, int], Gathers]:
-    """The steps that move parameters by their number in their chain, the length of that, and the window.
-
-    Those that the plan recomputes are left out: they stay one by one, where they are wanted.
-    """
+    """The steps that move parameters, by their number in their chain, its length, and the window."""
     number: dict[fx.Node, int] = {}  # a step's place in its chain
     count: dict[fx.Node, int] = {}  # length of a step's chain
-    for node in made:
+    for node in made:  # Recomputed steps are left out: they stay one by one, where they are wanted.
         if node.target in _MOVES and not node.meta.get(RECOMPUTED):
             before = [n for n in _before(node, made) if n.target in STEPS.values() and n.target not in _LOCAL]
             if all(n in number for n in before):
@@ -409,11 +386,8 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 
 def _uses_of(node: fx.Node, is_further: bool = False) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Split a step's users into local steps on its results, in order, and the ops that read these.
-
-    `is_further` says that the step comes after others of its conversion.
-    """
-    is_bucket = is_further or isinstance(node.args[0], (list, tuple))
+    """Split a step's users into local steps on its results, in order, and the ops that read these."""
+    is_bucket = is_further or isinstance(node.args[0], (list, tuple))  # further: after other steps of its conversion
     # An op's own reduction ends where the op's gradient is read, so that the unreduced gradient can be freed.
     goes_on = _is_done_alone if is_bucket else functools.partial(_is_done_alone, conversion=node.meta.get(BACK))
     readers = {user for r in _results(node) for user in walks.uses(r, goes_on)}

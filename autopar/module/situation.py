@@ -85,7 +85,8 @@ class Caller:
         self.model = model
         self.name = type(model).__name__
         self.by_position = 0  # number of arguments that were positional: a `loss=` takes them so
-        self.modules, self.parameters = list(model.modules()), list(model.parameters())
+        self.modules = list(model.modules())
+        self.parameters = list(model.parameters())
         self.attributes = Attributes(self.modules)
         try:
             self.signature: inspect.Signature | None = inspect.signature(model.forward)

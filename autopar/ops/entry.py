@@ -307,13 +307,13 @@ def _check_form(name: str, known: Facts) -> None:
 
 
 def exchanges_of(call: OpCall) -> tuple[Exchange, ...]:
-    """What a call's local form sends along each axis that cuts what it counts or reduces."""
+    """The messages of a call's local form along each axis that cuts what it counts or reduces."""
     exchanges = facts_of(call.op).exchanges
     return read_exchanges(exchanges(call) if callable(exchanges) else exchanges)
 
 
 def goes_beyond(op: str, binding: Binding, cut: Cut | None) -> bool:
-    """Whether a cut makes an op run its local form, which knows positions or exchanges messages along the cut."""
+    """Whether a cut makes an op run its local form, which knows its position or exchanges messages."""
     if cut is None:
         return False
     return binding.is_inside(cut) or any(re.fullmatch(facts_of(op).counts, factor) for factor in cut.factors)

@@ -19,7 +19,7 @@ from autopar.sharding.notation import public_name
 
 FORWARD, BACKWARD = WAYS = ("forward", "backward")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-LargestShapes: TypeAlias = Sequence[tuple[int, ...]]  # of each operand's part, on the fullest device
+LargestShapes: TypeAlias = Sequence[tuple[int, ...]]  # shape of each operand's part on the fullest device
 Messages: TypeAlias = Mapping[str, Counter[str]]  # number of messages of each kind, by way
 
 
@@ -29,7 +29,7 @@ class Exchange:
 
     kind: str  # a collective, or "send": each device to the next one
     way: str = FORWARD
-    count: int | Callable[[int], int] = 1  # in all, or a function of n
+    count: int | Callable[[int], int] = 1  # number of messages, or a function of n that returns it
     # bytes of a collective's tensor where the axis does not cut it, or of what one device sends: a function of the
     # largest parts of the operands and of n. None: of what is left of the first output without the marked factors
     nbytes: Callable[[LargestShapes, int], float] | None = None
@@ -91,10 +91,11 @@ def misfit(op: str, sent: Messages, said: Messages, at: str, where: str) -> BadR
 
 def _listed(messages: Messages) -> str:
     """Text such as `2 all_reduce in forward, nothing in backward`."""
-    return ", ".join(
-        f"{' and '.join(f'{n} {kind}' for kind, n in sorted(found.items()) if n) or 'nothing'} in {way}"
-        for way, found in messages.items()
-    )
+    listed = []
+    for way, found in messages.items():
+        counts = [f"{n} {kind}" for kind, n in sorted(found.items()) if n]
+        listed.append(f"{' and '.join(counts) or 'nothing'} in {way}")
+    return ", ".join(listed)
 
 
 def _as_written(messages: Messages) -> str:

@@ -95,13 +95,11 @@ def pack_all_reduce(xs: list[Tensor], axis: Axis) -> Packed:
         else xs[0].clone(memory_format=torch.contiguous_format).view(-1)
     )
     shapes = [x.shape for x in xs]
+    sizes = [shape.numel() for shape in shapes]
     dtype = xs[0].dtype
     return Packed(
         _summed(flat),
-        lambda y: [
-            part.view(shape)
-            for part, shape in zip(y.to(dtype).split([shape.numel() for shape in shapes]), shapes, strict=True)
-        ],
+        lambda y: [part.view(shape) for part, shape in zip(y.to(dtype).split(sizes), shapes, strict=True)],
     )
 
 

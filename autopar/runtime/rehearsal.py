@@ -84,7 +84,7 @@ class Rehearsal:
         raise NotImplementedError(f"{step.kind} in a local form that is tried")
 
     def _part(self, index: int, x: Tensor, cut: tuple[int, int, tuple[int, ...]]) -> Tensor:
-        """What a device keeps of a tensor; blocks are not cut one by one."""
+        """The part of a tensor that a device keeps; raises where blocks are cut one by one."""
         dim, size, blocks = cut
         if blocks:
             raise NotImplementedError("blocks in a local form that is tried")

@@ -53,7 +53,7 @@ FORMULAS: dict[str, sp.Expr] = {
     "reduce_scatter": latency + (n - 1) / n * whole / wire,
     "all_reduce": latency + 2 * (n - 1) / n * whole / wire,
     "all_to_all": latency + (n - 1) / n * whole / n / wire,  # each device holds whole / n and keeps 1 / n of it
-    "send": latency + whole / wire,  # of what one device sends to the next one
+    "send": latency + whole / wire,  # `whole` is what one device sends to the next
     "copy": launch + 2 * bytes_ / bandwidth,
 }
 
@@ -164,7 +164,7 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
 
 
 def _hops(kind: str, n: int, outside: int) -> int:
-    """Hops in a row over one level: around a ring, up and down a tree for all_reduce, 1 for all_to_all and send."""
+    """Hops in a row over one level: a ring's, a tree's for all_reduce, 1 for all_to_all and send."""
     if kind in ("all_to_all", "send"):
         return 1
     return 2 * math.ceil(math.log2(n)) if kind == "all_reduce" else (n - 1) * outside

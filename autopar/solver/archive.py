@@ -25,12 +25,12 @@ from autopar.solver.decision import Conversion, Decision
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
 
-VERSION = 4  # of the data of `to_dict`; a file has that of `folding.py`
+VERSION = 4  # version of the data of `to_dict`; a file has that of `folding.py`
 _READ = (3, VERSION)  # a plan of version 3 recomputes nothing
-_MOST = 2**62  # whole numbers of a file are below
-_WINDOW_BYTES = 25 * 2**20  # of a file that does not say it
+_MOST = 2**62  # whole numbers in a file must be smaller
+_WINDOW_BYTES = 25 * 2**20  # default for files that do not have it
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-# how many operands and outputs a site has, where its kind says so
+# Numbers of operands and outputs of the kinds of sites that have fixed ones.
 _ARITIES = {"parameter": (0, 1), "buffer": (0, 1), "input": (0, 1), "output": (1, 0), "update": (1, 0)}
 _T = TypeVar("_T")
 
@@ -126,7 +126,7 @@ def _conversion_data(c: Conversion, axes: Sequence[str]) -> dict[str, Any]:
 
 
 def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the plan that `written` wrote; a letter where the data is no such plan."""
+    """The fields of the plan that `written` wrote; raises a letter where the data is not a plan."""
     try:
         if data["version"] in folding.READ and not isinstance(data["version"], bool):
             return _fields(folding.unfold(data, VERSION))
@@ -145,7 +145,8 @@ def _no_plan(why: Exception) -> BadPlan:
 
 
 def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    shape, axes = data["mesh"]["shape"], data["mesh"]["axes"]
+    shape = data["mesh"]["shape"]
+    axes = data["mesh"]["axes"]
     mesh = DeviceMesh(_each(shape, _whole), _each(axes, _text), _each(data["mesh"].get("ranks", []), _whole))
     return {
         "mesh": mesh,
@@ -192,7 +193,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _source(value: Any) -> str:
     if value not in SPREADS:
-        raise ValueError(f"{_shown(value)} is no source of seconds")
+        raise ValueError(f"{_shown(value)} is not a source of seconds")
     return str(value)
 
 
@@ -270,7 +271,7 @@ def _shown(value: Any) -> str:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{_shown(value)} is no text")
+        raise TypeError(f"{_shown(value)} is not a string")
     return value
 
 
@@ -289,7 +290,7 @@ def _fused(data: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _list(value: Any) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{_shown(value)} is no list")
+        raise TypeError(f"{_shown(value)} is not a list")
     return value
 
 
@@ -312,7 +313,7 @@ def _sizes(value: Any) -> dict[str, int]:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{_shown(value)} is no finite number")
+        raise ValueError(f"{_shown(value)} is not a finite number")
     return float(value)
 
 
@@ -326,7 +327,7 @@ def _optimizer(value: Any) -> str | float:
 
 def _whole(value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST:
-        raise ValueError(f"{_shown(value)} is no whole number from {least} to {_MOST}")
+        raise ValueError(f"{_shown(value)} is not a whole number from {least} to {_MOST}")
     return value
 
 
@@ -338,7 +339,7 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number of a plan")
+    raise ValueError(f"{constant} is not a number that a plan may have")
 
 
 # -- contradictions
@@ -367,7 +368,7 @@ def refuse_contradictions(plan: Plan) -> None:
         if name not in plan.recomputed:
             raise BadPlan(f"the plan makes {name} in passing, which it does not recompute")
         if op not in plan.decisions or plan.decisions[op].kind != "op":
-            raise BadPlan(f"the plan makes {name} in passing for what is behind {op}, which is no op of it")
+            raise BadPlan(f"the plan makes {name} in passing for what is behind {op}, which is not one of its ops")
     for c in plan.conversions:
         _refuse_conversion(plan, c)
 

@@ -237,8 +237,8 @@ class Budgeted:
             left = 0.0 if best is None else little * (best.seconds - bound)
             if points and most - bound <= max(_WORTH * abs(bound), left):
                 break  # The best prices ahead raise the bound too little.
-            # Whole steps find the range of prices soonest while no plan fits and the bound rises, and leave plans
-            # that are known; half steps are steadier otherwise.
+            # Whole steps find the range of prices soonest while no plan fits and the bound rises. They also lead
+            # away from known plans. Otherwise half steps are steadier.
             leaps = is_known or (best is None and centre is at)
             steps = (ahead,) if leaps else (ahead.towards(centre), ahead)
             step = next((step for step in steps if step.rounded not in tried), None)

@@ -286,7 +286,8 @@ class Elimination:
                 number.setdefault(u, len(number))
         around = tuple(number)[len(inside) :]
         costs = [left.costs[v] for v in inside]
-        sizes, numbers = tuple(len(left.costs[u]) for u in around), tuple(f.numbers(number) for f in factors)
+        sizes = tuple(len(left.costs[u]) for u in around)
+        numbers = tuple(f.numbers(number) for f in factors)
         tables = (*costs, *itertools.chain.from_iterable(f.tables() for f in factors))
 
         def run() -> Elimination | TooWide:
@@ -351,7 +352,8 @@ class Elimination:
         Where tables are equal, or cheap, factors from fewer eliminations come first: chains are halved rather than
         eaten from one end.
         """
-        factors, costs = self.left.factors[v], self.left.costs
+        factors = self.left.factors[v]
+        costs = self.left.costs
         axes: dict[int, dict[int, int]] = {}
         for f in factors:
             for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):

@@ -25,7 +25,7 @@ from autopar.graph.layers import around_number
 VERSION = 6
 READ = (5, VERSION)  # a decision of version 5 has no outputs, and reads nothing
 _LARGEST = 10_000_000  # places of a file
-_LISTS = ("regathered", "scattered", "recomputed", "without_rule")  # of names alone
+_LISTS = ("regathered", "scattered", "recomputed", "without_rule")  # fields that are lists of names
 _HOLE = re.compile(r"\{([+-]\d+)?\}")
 _Record = tuple[tuple[str, ...], Mapping[str, Any]]  # names, and what is said of them
 
@@ -48,7 +48,7 @@ def fold(data: Mapping[str, Any]) -> dict[str, Any]:
         "decisions": _folded(decisions),
         "conversions": _folded(conversions),
         "parameter_bytes": _folded(sizes),
-        **{key: _folded([((name,), {}) for name in data[key]]) for key in _LISTS},
+        **{key: _folded(_records_of(data[key])) for key in _LISTS},
     }
     passing: list[_Record] = [((str(pair[0]), str(pair[1])), {}) for pair in data.get("passing", ())]
     given: dict[str, list[_Record]] = {"needed": needed, "passing": passing}
@@ -71,7 +71,7 @@ def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
             {"source": source, "target": target, **said} for (source, target), said in _unfolded(data["conversions"])
         ],
         "parameter_bytes": _each_once((name, said["bytes"]) for (name,), said in _unfolded(data["parameter_bytes"])),
-        **{key: [name for (name,), _ in _unfolded(data[key])] for key in _LISTS},
+        **{key: _names_of(_unfolded(data[key])) for key in _LISTS},
     }
     if "needed" in data:
         needed = _unfolded(data["needed"])
@@ -98,9 +98,19 @@ def written(data: Mapping[str, Any]) -> str:
 # -- records
 
 
+def _records_of(names: Iterable[str]) -> list[_Record]:
+    """Records with one name each, of which nothing is said."""
+    return [((name,), {}) for name in names]
+
+
+def _names_of(records: Iterable[tuple[list[str], Any]]) -> list[str]:
+    """The names of records with one name each; ValueError where one has more or none."""
+    return [name for (name,), _ in records]
+
+
 def _folded(records: Sequence[_Record]) -> list[dict[str, Any]]:
     """Records with those of layers that are alike merged into one, in the order of their first places."""
-    alike: dict[Any, list[tuple[int, int]]] = {}  # of a pattern and what is said: layers and places
+    alike: dict[Any, list[tuple[int, int]]] = {}  # (pattern, content) -> layers and places
     for place, (names, said) in enumerate(records):
         layer, patterns = _pattern(names)
         key = (patterns, layer is None, json.dumps(said, sort_keys=True))
@@ -181,13 +191,13 @@ def _layer(number: int) -> Callable[[re.Match[str]], str]:
 
 def _place(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
-        raise ValueError(f"{str(value)[:40]} is no place")
+        raise ValueError(f"{str(value)[:40]} is not a place")
     return value
 
 
 def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ValueError(f"{str(value)[:40]} is no number of a layer")
+        raise ValueError(f"{str(value)[:40]} is not a layer number")
     return value
 
 

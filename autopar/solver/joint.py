@@ -87,7 +87,8 @@ class JointTables:
         self.counted = counted
         self.memory = counted.memory
         self.passages: Passages = counted.memory.passages
-        self.time, self.step = time, step
+        self.time = time
+        self.step = step
         self.bases: dict[tuple[float, ...] | None, Problem] = {}  # exposed shares of the last call -> its tables
         self.steps = self.space.setting.passes
         self.prices = AvailabilityPrices(self.space, self.passages, time, counted.points.kind_of)

@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
     place: str  # a name of the plan; of a conversion, `source to target`
     lane: str
-    part: str  # of the step
+    part: str  # FORWARD, BACKWARD, RECOMPUTE or OPTIMIZER
     begins_s: float
     seconds: float
 
@@ -52,10 +52,11 @@ class _LaneWriter:
     point: Point
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
-    repeated: dict[int, float] = field(default_factory=dict)  # by op time: recompute seconds before its backward
+    repeated: dict[int, float] = field(default_factory=dict)  # op time -> recompute seconds before its backward
 
     def step(self) -> list[Event]:
-        space, picked = self.space, self.point.picked
+        space = self.space
+        picked = self.point.picked
         arriving: dict[int, list[int]] = {}
         for k, edge in enumerate(space.edges):
             arriving.setdefault(edge.target, []).append(k)
@@ -92,7 +93,9 @@ class _LaneWriter:
 
     def _run(self, k: int, part: str) -> None:
         """Add an op in one direction, and what its local form exchanges."""
-        site, choice, passes = self.space.sites[k], self.point.picked[k], self.space.setting.passes
+        site = self.space.sites[k]
+        choice = self.point.picked[k]
+        passes = self.space.setting.passes
         if not site.compute and part == FORWARD:
             self._put(site.name, COMPUTE, part, float(site.seconds[choice]))
         for lane, tables in ((COMPUTE, site.compute), (COMMUNICATION, site.exchange)):
@@ -106,7 +109,8 @@ class _LaneWriter:
             communication, compute = window.seconds(self.point.picked, self.space.edges)
             if part == BACKWARD:
                 compute += self._repeated_in(window)
-            whole, hidden = communication / self._hidden, min(communication, compute)
+            whole = communication / self._hidden
+            hidden = min(communication, compute)
             end = self.now + window.times * (whole - hidden)
             begins = end - window.times * whole
             for k, seconds in self._of_window(window):
@@ -130,13 +134,15 @@ class _LaneWriter:
 
     def _of_window(self, window: Window) -> list[tuple[int, float]]:
         """Seconds of each edge that moves in a window, over all times that the window comes."""
-        picked, edges = self.point.picked, self.space.edges
+        picked = self.point.picked
+        edges = self.space.edges
         found = ((k, float(table[edges[k].place(picked)])) for k, table in window.communication)
         return [(k, window.times * seconds / self._hidden) for k, seconds in found if seconds > 0]
 
     def _in_line(self) -> list[_Moved]:
         """Seconds of each edge that are in no window."""
-        space, picked = self.space, self.point.picked
+        space = self.space
+        picked = self.point.picked
         beside = {FORWARD: np.zeros(len(space.edges)), BACKWARD: np.zeros(len(space.edges))}
         for window in space.windows:
             for k, seconds in self._of_window(window):
@@ -161,7 +167,8 @@ class _LaneWriter:
 
     def _again(self) -> dict[int, list[tuple[str, float]]]:
         """Names and seconds of the runs that are recomputed before the backward of each site."""
-        space, point = self.space, self.point
+        space = self.space
+        point = self.point
         if not point.recomputed or space.memory is None:
             return {}
         line = Timeline.of(space, point.picked, point.held, point.momentary)
@@ -169,7 +176,8 @@ class _LaneWriter:
         found: dict[int, list[tuple[str, float]]] = {}
         for i, time in zip(through.ran, through.times, strict=True):
             if i not in line.forced:  # a copy of a parameter, whose gathering is a movement
-                run, op = line.runs[i], 2 * line.ops - 1 - time
+                run = line.runs[i]
+                op = 2 * line.ops - 1 - time
                 found.setdefault(space.memory.passages.ops[op].site, []).append((run.name, run.seconds))
                 if run.is_op:
                     self.repeated[op] = self.repeated.get(op, 0.0) + run.seconds

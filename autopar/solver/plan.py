@@ -39,8 +39,8 @@ class Beside(NamedTuple):
     name: str
     step_time_s: float
     peak_bytes: int
-    fits: bool = True  # in the budget, which is the device's memory less a reserve where none was asked for
-    why: str = ""  # why there is none
+    fits: bool = True  # whether it fits the budget: by default, the device's memory less a reserve
+    why: str = ""  # reason why there is no such plan
 
 
 class SearchedSpace(Protocol):
@@ -84,7 +84,7 @@ class SearchedSpace(Protocol):
         """Release the space. `autoparallelize` does, so that no training holds it."""
 
 
-_MOST_BUDGETS = 1000  # of a curve
+_MOST_BUDGETS = 1000  # A curve refuses a larger number of budgets, which is probably meant as bytes.
 GraphCheck = Callable[..., None]  # (plan, model, meta_inputs, loss, assume, outputs): a letter unless they agree
 
 
@@ -100,25 +100,24 @@ class Plan:
     step_time_s: float
     lower_bound_s: float
     parameter_bytes: Mapping[str, int] = field(repr=False)
-    digest: str  # of the graph it was made for
+    digest: str  # digest of the graph that the plan was made for
     window_bytes: int  # least bytes of parameters in a window of gathers and reductions
-    bound_of: str = (
-        ""  # of which plans `lower_bound_s` is the bound: those that keep to pins, in micro-batches or chunks
-    )
+    # The plans that `lower_bound_s` holds for, where these are not all: those that keep to pins, micro-batches, chunks.
+    bound_of: str = ""
     optimizer: str | float = "adamw"
     without_rule: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     defaults: tuple[tuple[str, str], ...] = ()  # arguments left at their defaults, with what they meant
-    warnings: tuple[str, ...] = ()  # where constraints are not kept to, and rules of users that could not be tried
+    warnings: tuple[str, ...] = ()  # constraints that are not kept, and users' rules that could not be tried
     memory: Mapping[str, int] = field(default_factory=dict, repr=False)  # bytes a device at the peak, by kind
-    peak_at: str = ""  # where in the step the peak stands
+    peak_at: str = ""  # time of the step at which memory peaks
     budget: float = math.inf  # bytes a device; infinite where none was asked for
-    # what the search over meshes met: mesh, seconds, bound, peak bytes, why it was refused
+    # Meshes that the search met, each with its seconds, bound, peak bytes, and why it was refused.
     meshes: tuple[tuple[str, float, float, int, str], ...] = ()
     beside_s: float = 0.0  # communication in windows, which may overlap with compute
     hidden_s: float = 0.0  # the part of it that compute hides
     accumulation: int = 1  # calls that make one optimizer step
-    chunks: int = 1  # of rows, in which the loss head runs
+    chunks: int = 1  # number of chunks of rows in which the loss head runs
     kernels: tuple[str, ...] = ()  # families of kernels that may take the place of ops
     # The families of the kernels in its program, by the last results of the ops that each replaces. A plan of an older
     # release has None: all kernels that can stand.
@@ -135,17 +134,17 @@ class Plan:
     # values of `recomputed` that are made more than once, each with an op: for the backward of what is behind that it
     # is made in passing, and dropped again (see `space/timeline.py`)
     passing: Mapping[str, str] = field(default_factory=dict, repr=False)
-    # of a plan that recomputes: what backward needs, by the names of `recomputed`, with its bytes on a device and the
-    # seconds of making it
+    # Values that backward needs in a plan that recomputes, named as in `recomputed`. Each has its bytes on a device and
+    # the seconds that recomputing it takes.
     needed: Mapping[str, tuple[int, float]] = field(default_factory=dict, repr=False)
-    first_peak_bytes: int = 0  # of the first step, before the optimizer has states
-    # seconds that products take more because their rows are no whole number of 16 bytes, where that was measured
+    first_peak_bytes: int = 0  # peak of the first step, before the optimizer has states
+    # seconds that products take more because their rows are not a whole number of 16 bytes, where that was measured
     unaligned: Mapping[str, float] = field(default_factory=dict, repr=False)
     # ops without a rule, and the line under which each ran right when it was tried
     suspected: tuple[tuple[str, str], ...] = ()
     # searches that were stopped before their end, after work that was counted: the gap says what they left open
     stopped: tuple[str, ...] = ()
-    # of a plan that was lowered: what the certificate of its program leaves untyped; not written to files
+    # Text about the values that the certificate of the lowered program leaves untyped. Not written to files.
     untyped: str = field(default="", repr=False, compare=False)
     search: SearchedSpace | None = field(default=None, repr=False, compare=False)
 
@@ -267,7 +266,7 @@ class Plan:
     def diff(self, other: Plan) -> str:
         """Text about the sites that two plans decide differently, this plan first."""
         if not isinstance(other, Plan):
-            raise BadPlan(f"{other!r} is no plan to compare with")
+            raise BadPlan(f"{other!r} is not a plan to compare with")
         return text.difference(self, other)
 
     # -- another plan from this one
@@ -339,7 +338,7 @@ class Plan:
         `autoparallelize` does for a plan it is given.
         """
         if not hasattr(model, "named_parameters"):
-            raise BadPlan(f"{model!r} is no model")
+            raise BadPlan(f"{model!r} is not a model")
         archive.refuse_contradictions(self)
         _check_parameters(self, dict(model.named_parameters(remove_duplicate=False)))
         if meta_inputs is not None:
@@ -374,5 +373,5 @@ def _budgets_of(given: Any) -> int | list[int]:
     is_bytes = not isinstance(given, Sequence) and isinstance(given, int) and given > _MOST_BUDGETS
     if is_bytes or not each or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in each):
         advice = f"budgets=[{given}]" if is_bytes else "budgets=20, or budgets=[16 * 2**30, 8 * 2**30]"
-        raise BadBudget(f"budgets={given!r} are no budgets of a curve", advice=advice)
+        raise BadBudget(f"budgets={given!r} are not valid budgets for a curve", advice=advice)
     return each if isinstance(given, Sequence) else int(given)

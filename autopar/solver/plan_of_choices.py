@@ -86,18 +86,11 @@ def _decisions(space: Space, picked: Sequence[int]) -> dict[str, Decision]:
     reads: list[list[tuple[int, str]]] = [[] for _ in space.sites]
     for e in space.edges:
         reads[e.target].append((e.operand, space.sites[e.source].name))
-    return {
-        s.name: Decision(
-            s.op,
-            s.kind,
-            s.choices[i],
-            float(s.seconds[i]),
-            s.source,
-            s.outputs,
-            tuple(name for _, name in sorted(read)),
-        )
-        for s, i, read in zip(space.sites, picked, reads, strict=True)
-    }
+    decisions = {}
+    for s, i, read in zip(space.sites, picked, reads, strict=True):
+        names = tuple(name for _, name in sorted(read))
+        decisions[s.name] = Decision(s.op, s.kind, s.choices[i], float(s.seconds[i]), s.source, s.outputs, names)
+    return decisions
 
 
 def _sources(space: Space, point: Point, exposed: float) -> dict[str, float]:
@@ -127,7 +120,8 @@ def _needed(space: Space, point: Point) -> dict[str, tuple[int, float]]:
 
 def _conversions(space: Space, picked: Sequence[int]) -> tuple[tuple[Conversion, ...], list[float]]:
     """The conversions that have steps, and the seconds of every edge."""
-    conversions, moved = [], []
+    conversions = []
+    moved = []
     for e in space.edges:
         f, g = int(e.given_by[picked[e.source]]), int(e.taken_by[picked[e.target]])
         seconds = float(e.seconds[f, g])

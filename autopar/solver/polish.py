@@ -94,7 +94,8 @@ def alike(
             found.append(point)
         return point
 
-    over, under, height = None, None, 1.0
+    over, under = None, None
+    height = 1.0
     for _ in range(_STEPS if any(p > 0 for p in prices.values()) else 1):
         point = at(height)
         if point is None or any((point.seconds, point.peak) == (p.seconds, p.peak) for p in found[:-1]):
@@ -293,14 +294,13 @@ class _Splices:
     """
 
     def __init__(self, counted: Budgeted, place: np.ndarray, first: Point, second: Point) -> None:
-        self.first, self.second = first, second
+        self.first = first
+        self.second = second
         self.place = place
         self.flows = counted.points.flows
         self.count = len(place) + 1
-        self.of_first, self.of_second = (
-            counted.points.flows.under(first.picked),
-            counted.points.flows.under(second.picked),
-        )
+        self.of_first = counted.points.flows.under(first.picked)
+        self.of_second = counted.points.flows.under(second.picked)
 
     def changes(self, tables: Tables) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Entries at k = 0, sites then edges; and all changes: the index of the entry, the k, and the amount.

@@ -78,7 +78,11 @@ class PricedSpace:
         space = self.counted.space
         held = held_of(space, self.point)
         times = [] if space.memory is None else [space.memory.when(t) for t in range(space.memory.times)]
-        return times, {kind: [round(float(n)) for n in bytes_] for kind, bytes_ in held.items() if bytes_.any()}
+        by_kind: dict[str, list[int]] = {}
+        for kind, bytes_ in held.items():
+            if bytes_.any():
+                by_kind[kind] = [round(float(n)) for n in bytes_]
+        return times, by_kind
 
     def events(self) -> list[Event]:
         """The predicted step as events."""
@@ -103,7 +107,9 @@ class PricedSpace:
         sites = self.counted.space.sites
         v = next(i for i, s in enumerate(sites) if s.name == name)
         least = least_by_choice(self._problem, v, self.picked, hubs=self._hubs)
-        choices, own, mine = sites[v].choices, sites[v].seconds, self.picked[v]
+        choices = sites[v].choices
+        own = sites[v].seconds
+        mine = self.picked[v]
         others = [int(i) for i in np.argsort(least, kind="stable") if np.isfinite(least[i])]
         rivals = [i for i in others if choices[i] != choices[mine]]
         return [(choices[i], float(least[i] - least[mine]), float(own[i] - own[mine])) for i in rivals[:most]]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopar.solver.plan import Plan
 
 SAME = "the plans are the same"
-# of a plan, what is asked and not decided place by place
+# Fields that hold for a whole plan, not for one place: a difference lists those that differ.
 _SETTINGS = (
     "cluster",
     "digest",
@@ -91,7 +91,7 @@ def explained(plan: Plan, pattern: str) -> str:
     A pattern is a name as the table prints it, with `*` for layers, or what a name begins with.
     """
     if not isinstance(pattern, str) or not pattern:
-        raise BadPlan(f"{pattern!r} is no name of a place", advice="a name that plan.table() prints")
+        raise BadPlan(f"{pattern!r} is not the name of a place", advice="a name that plan.table() prints")
     names = _named(plan, pattern.partition(" (x")[0])
     knows_rivals = plan.has_space
     blocks: dict[tuple[str, ...], list[str]] = {}
@@ -148,9 +148,10 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
     for value in sorted(one.recomputed ^ other.recomputed):
         yield value, _state(one, value), _state(other, value)
     yield from _kernels_apart(one, other)
+    # Whether a parameter is gathered again for backward, and how often its gradient is reduced.
     for said, none, names in (("regathered", "kept", "regathered"), ("each", "end", "scattered")):
         mine, theirs = getattr(one, names), getattr(other, names)
-        for name in sorted(mine ^ theirs):  # of a parameter: when it is gathered, and when its gradient is reduced
+        for name in sorted(mine ^ theirs):
             yield name, *(said if name in held else none for held in (mine, theirs))
     for name in _SETTINGS:
         if getattr(one, name) != getattr(other, name):
@@ -191,11 +192,13 @@ def curve_of(curve: Curve) -> str:
 
 
 def _curve_row(point: CurvePoint) -> Row:
-    budget, bound = size(point.budget), time(point.lower_bound_s)
+    budget = size(point.budget)
+    bound = time(point.lower_bound_s)
     if not math.isfinite(point.step_time_s):
         return budget, "none found", bound, "", "", "", ""
     gap = f"{1 - point.lower_bound_s / point.step_time_s:.2%}"
-    again, count = time(point.recompute_s), str(point.recomputed)
+    again = time(point.recompute_s)
+    count = str(point.recomputed)
     return budget, time(point.step_time_s), bound, gap, size(point.peak_bytes), again, count
 
 
@@ -314,7 +317,8 @@ def _local_bytes(plan: Plan, name: str, sharding: Sharding) -> int:
 
 def _site_lines(plan: Plan, name: str) -> list[str]:
     """Lines about a site's choice, axis by axis, and the conversions that enter and leave it."""
-    d, axes = plan.decisions[name], plan.mesh.axes
+    d = plan.decisions[name]
+    axes = plan.mesh.axes
     lines = [f"{name}: {d.op}, {time(d.seconds)}" + (f"    {d.source}" if d.source else "")]
     lines += [f"    @{axis}  {s!r}" for s, axis in zip(d.choice.strategies, axes, strict=True)]
     if plan.fused and name in plan.fused:

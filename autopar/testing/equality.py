@@ -92,7 +92,8 @@ class Equality:
         for n, e in expected.items():
             if n not in actual:
                 continue
-            error, own = distance(actual[n], e) / scales[n], distance(eager[n], e) / scales[n]
+            error = distance(actual[n], e) / scales[n]
+            own = distance(eager[n], e) / scales[n]
             row = Comparison(n, error, 2 * own + 1e-6)
             if row.failed and permuted:
                 runs = [eager, *permuted]

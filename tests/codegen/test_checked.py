@@ -435,10 +435,10 @@ WRONG = {
 NO_PLAN = {
     "another arity": (decided("up.bias", "S(2) -> S(2)"), "another number of operands"),
     "two strategies on one axis": (decided("up.bias", "-> R", "-> R"), "2 strategies on a mesh of 1 axes"),
-    "a huge number": (lambda d: d.update(window_bytes=10**400), "bits is no whole number"),
-    "an infinite number": (lambda d: d.update(step_time_s=math.inf), "no finite number"),
-    "a truth for a number": (lambda d: d.update(accumulation=True), "no whole number"),
-    "a text for a list": (lambda d: d.update(regathered="up.weight"), "no list"),
+    "a huge number": (lambda d: d.update(window_bytes=10**400), "bits is not a whole number"),
+    "an infinite number": (lambda d: d.update(step_time_s=math.inf), "not a finite number"),
+    "a truth for a number": (lambda d: d.update(accumulation=True), "not a whole number"),
+    "a text for a list": (lambda d: d.update(regathered="up.weight"), "not a list"),
     "ranks of a huge mesh": (
         lambda d: d.update(mesh={"shape": [10**12], "axes": ["0"], "ranks": [0, 1]}),
         "do not stand",

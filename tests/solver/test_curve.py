@@ -58,7 +58,7 @@ def test_a_curve_keeps_to_the_plans_policy():
 @pytest.mark.parametrize("budgets", [0, -1, [], [0], ["16GiB"], "16GiB", True, 2.5, None, 16 * 2**30])
 def test_what_is_no_budget_is_a_letter(budgets):
     plan = planned("mlp")
-    with pytest.raises(BadBudget, match="no budgets of a curve"):
+    with pytest.raises(BadBudget, match="not valid budgets for a curve"):
         plan.curve(budgets)
 
 

@@ -125,7 +125,7 @@ def test_a_place_is_explained_by_what_the_table_prints():
     assert said.count("linear, ") == 1 and "and 2 layers alike" in said and "rival" in said
     assert "transformer.h.1.mlp.c_fc/linear: linear" in plan.explain("transformer.h.1.mlp.c_fc")
     for wrong in ("", None, 3):
-        with pytest.raises(BadPlan, match="no name of a place"):
+        with pytest.raises(BadPlan, match="not the name of a place"):
             plan.explain(wrong)
     with pytest.raises(BadPlan, match="has no site"):
         plan.explain("transformer.h.*.mlp.fc")
