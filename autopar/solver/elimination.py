@@ -219,8 +219,7 @@ class _Contracted:
 class Elimination:
     """One elimination of a problem, with some variables `fixed` at a choice.
 
-    With `kept`, the problem is a region: its last variables, so many, are not eliminated, and the remaining tables are
-    over them. There nothing is split: tables that are too wide raise `TooWide`.
+    With `kept`, the problem is a region: so many last variables stay, and tables that are too wide raise `TooWide`.
     """
 
     def __init__(self, problem: Problem, fixed: Mapping[int, int], widest: int, kept: int | None = None) -> None:
@@ -249,13 +248,13 @@ class Elimination:
 
     def _run(self, regions: Sequence[Sequence[int]]) -> None:
         """Eliminate variables away from regions while that is cheap, then each region, then the rest."""
-        left = self.left
+        costs = self.left.costs
         if regions:  # Before hubs are split, so that their copies share the cost of what leads to them.
-            near = left.neighbours(*(v for v in self.hubs.region if v in left.factors))
-            self._eliminate({v for v in left.costs if v not in near and v < self.last}, only_cheap=True)
+            near = self.left.neighbours(*(v for v in self.hubs.region if v in self.left.factors))
+            self._eliminate({v for v in costs if v not in near and v < self.last}, only_cheap=True)
         for region in regions:
-            self._contract(tuple(v for v in region if v in left.costs))
-        self._eliminate({v for v in left.costs if v < self.last} if self.is_region else None)
+            self._contract(tuple(v for v in region if v in costs))
+        self._eliminate({v for v in costs if v < self.last} if self.is_region else None)
 
     # -- regions
 
