@@ -232,14 +232,11 @@ class Elimination:
         self.left = Remainder(problem, fixed)
         self.hubs = Hubs(self.left, {v: i for i, region in enumerate(problem.regions) for v in region})
         self.steps: list[_Eliminated | _Contracted] = []
-        self.marginals: dict[int, np.ndarray] = {}  # copy -> the cost of each of its choices
-        self.picked: list[int] = []
         self._within: dict[tuple[int, ...], tuple[list[int], list[np.ndarray]]] = {}
         self._run(problem.regions)
         self.bound = self.left.constant
-        if not self.is_region:
-            decided, self.marginals = self._decide(self.fixed)
-            self.picked = [decided[v] for v in range(len(problem.costs))]
+        decided, self.marginals = ({}, {}) if self.is_region else self._decide(self.fixed)
+        self.picked = [decided[v] for v in range(len(problem.costs))] if decided else []
 
     @property
     def copies(self) -> Mapping[int, Sequence[int]]:
