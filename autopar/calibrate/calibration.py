@@ -152,7 +152,8 @@ class Alone:
     def _once(self, run: Callable[[], Any], calls: int) -> float:
         held = list[Any]()
         left = HELD
-        start, wall = time.process_time(), time.perf_counter()
+        start = time.process_time()
+        wall = time.perf_counter()
         for _ in range(calls):  # results stay a while, as what is kept for backward does: their memory is fresh
             held.append(result := run())
             left -= _nbytes(result)
@@ -166,7 +167,8 @@ class Alone:
 
     def _once_in_new_memory(self, run: Callable[[], Any]) -> float:
         give_back_memory()
-        start, wall = time.process_time(), time.perf_counter()
+        start = time.process_time()
+        wall = time.perf_counter()
         made = run()
         own = time.process_time() - start
         self.own = self.own + own

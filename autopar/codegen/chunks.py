@@ -30,7 +30,8 @@ from autopar.runtime.chunks import added_up, chunk
 from autopar.runtime.private import TO_COPY
 
 _ATEN = torch.ops.aten
-CHUNK, UNCHUNK = torch.ops.autopar.chunk.default, torch.ops.autopar.unchunk.default
+CHUNK = torch.ops.autopar.chunk.default
+UNCHUNK = torch.ops.autopar.unchunk.default
 ADDED_UP = torch.ops.autopar.added_up.default
 SEED = torch.ops.autopar.seed.default
 _HALF = (torch.bfloat16, torch.float16)

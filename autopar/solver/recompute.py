@@ -280,7 +280,7 @@ def _auto(task: Task, without: Without) -> Findings:
 
 
 def _and_without(within: Within, without: Without) -> Findings:
-    """The findings of a search within a budget, and of searches without recompute where its gap stays wide."""
+    """The findings within a budget; where the gap stays wide, also those of searches without recompute."""
     joint = within.joint
     if not within.is_wide:
         return Findings(within.best, joint.bound(within.budget), joint.free, tuple(joint.stopped))

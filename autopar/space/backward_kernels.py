@@ -46,12 +46,12 @@ class Backward:
     """The backward of a call on tensors of whole sizes."""
 
     reads: frozenset[int]  # places of operands
-    reads_out: frozenset[int]  # and of outputs
-    besides: tuple[Held, ...]  # what else of the forward it reads
-    made: tuple[tuple[Held, ...], ...]  # what is in memory while each kernel of the forward runs, but its operands
-    held: tuple[tuple[Held, ...], ...]  # and while each kernel of the backward runs
+    reads_out: frozenset[int]  # places of outputs
+    besides: tuple[Held, ...]  # other tensors made in forward that the backward reads
+    made: tuple[tuple[Held, ...], ...]  # memory in use while each forward kernel runs, without the operands
+    held: tuple[tuple[Held, ...], ...]  # memory in use while each backward kernel runs
     gradients: tuple[int, ...]  # places of operands that get one
-    shows: Mapping[int, int]  # by such an operand the output whose gradient's memory its gradient shows
+    shows: Mapping[int, int]  # operand -> the output whose gradient shares its memory with the operand's
     # whether it takes a run on a device's parts: it makes a tensor that is like none of the call, or backward reads a
     # copy of an operand, which on parts may be a view
     is_apart: bool
@@ -119,9 +119,10 @@ class _Kernels(TorchDispatchMode):
 
 
 def backwards(graph: Graph, lies: Mapping[fx.Node, torch.Tensor], kind: str) -> dict[fx.Node, Backward]:
-    """The backward of each op that has one and whose kernels do not depend on the device; `lies` has strides.
+    """The backward of each op that has one and whose kernels do not depend on the device.
 
-    A CPU has fused attention for some layouts only; for others torch runs it opened, as kernels of its own.
+    The tensors in `lies` have the strides of the values. A CPU has fused attention for some layouts only; for others
+    torch runs it opened, as kernels of its own.
     """
     kinds, known = calls(graph), dict[Any, tuple[Backward, tuple[Any, ...]] | None]()
     arriving: dict[fx.Node, tuple[int, ...]] = {}  # strides of gradients, where they are known
@@ -155,7 +156,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def is_opened(node: fx.Node, lies: Mapping[fx.Node, torch.Tensor]) -> bool:
-    """Whether torch has no fused kernel on a CPU for an attention without dropout, by its layouts and its mask."""
+    """Whether torch runs an attention without dropout unfused on a CPU, for its layouts or its mask."""
     if not facts_of(op_name(node)).heads or info(node).random >= 0:
         return False
     given, mask = [lies[node.kwargs[name]] for name in ("query", "key", "value")], node.kwargs.get("attn_mask")
@@ -168,7 +169,7 @@ def is_opened(node: fx.Node, lies: Mapping[fx.Node, torch.Tensor]) -> bool:
 def _recorded(
     node: fx.Node, operands: Sequence[fx.Node], lies: Mapping[fx.Node, torch.Tensor], strides: Sequence[Any]
 ) -> tuple[Backward, tuple[Any, ...]] | None:
-    """The backward of a call, and the strides of each operand's gradient; None where meta tensors cannot tell."""
+    """The backward of a call and the strides of its operands' gradients; None if meta tensors fail."""
     kernels = _Kernels()
     try:
         with torch.enable_grad(), torch.device("meta"):
@@ -233,7 +234,7 @@ def _read_off(
     comes: Mapping[int, torch.Tensor],
     gradients: Mapping[int, torch.Tensor],
 ) -> Backward:
-    """What kernels that ran on these tensors read and held."""
+    """The tensors that recorded kernels of a call read, and the memory that they held."""
     forward_kernels, kernels = both
     ends: dict[Any, End] = {}
     for is_operand, is_gradient, tensors in (
@@ -288,7 +289,7 @@ def _read_off(
 
 
 def _alive(ran: Sequence[tuple[Any, Any]], leaving: set[Any], given: set[Any]) -> list[set[Any]]:
-    """What kernels have made, and is in memory while each runs."""
+    """The memory that kernels have made, as it is in use while each of them runs."""
     ran = _needed(ran, leaving)
     last = {m: i for i, (reads, _) in enumerate(ran) for m in reads} | dict.fromkeys(leaving, len(ran))
     first = {m: i for i, (_, makes) in enumerate(ran) for m in makes if m not in given}
@@ -296,7 +297,7 @@ def _alive(ran: Sequence[tuple[Any, Any]], leaving: set[Any], given: set[Any]) -
 
 
 def _needed(ran: Sequence[tuple[Any, Any]], leaves: set[Any]) -> list[tuple[Any, Any]]:
-    """The kernels that make what is asked for, in order; views are no kernels."""
+    """The kernels that make these memories, in order; views are not kernels."""
     needed, found = set(leaves), []
     for reads, makes in reversed(ran):
         if not needed.isdisjoint(makes):

@@ -41,9 +41,9 @@ class _Gather:
 
     edge: int
     source: int
-    time: int  # at which it arrives
+    time: int  # when the copy arrives
     made: np.ndarray
-    under: tuple[bool, ...]  # by choice of the parameter, whether it happens; empty: always
+    under: tuple[bool, ...]  # whether the gather happens, by choice of the parameter; empty: always
     beside: Callable[[ShapeConsistencyManager, int, int], float]
 
 
@@ -159,7 +159,7 @@ class _Conversions:
         self.made = Tables(of_edges=((k, passages.converted[k]) for k in carried))
         self.found = found
         self.manager = manager
-        # what is converted once: a value, as one flow
+        # Ops that take a value as the same flow share one conversion, so source and flow are numbered to find them.
         self._value = _numbers((edges[k].source, passages.sources[k]) for k in carried)
         self._arrives, self._arrives_at = end_to_end([passages.arrives[k] for k in carried])
         self._kinds = int(self._arrives.max(initial=0)) + 1
@@ -259,9 +259,10 @@ class _OfGradients:
         return over
 
     def _is_counted(self, places: np.ndarray, stays: np.ndarray) -> np.ndarray:
-        """Whether the memory in which each gradient comes is its to count: the last conversion to read it counts it.
+        """Whether each conversion is the one that counts the memory of the gradient it reads.
 
-        Memories that stay for a gradient that nothing converts are among the pieces.
+        The last conversion to read a memory counts it. Memories that stay for a gradient that nothing converts are
+        among the pieces.
         """
         memory = self.memory[places]
         last: np.ndarray = np.zeros(len(self.memory), int)
@@ -316,7 +317,7 @@ class _OfGathers:
 
 
 def _comes_in(wiring: Wiring, lifetimes: Lifetimes, k: int) -> Hashable:
-    """The memory in which the gradient of an edge comes: a sum hands that of its result on to all operands."""
+    """The memory of the gradient that arrives on an edge; operands of a sum share its result's."""
     value, taker = wiring.values[k], wiring.takers[k]
     back, place = lifetimes.backward.get(taker), wiring.edges[k].operand
     if back is None or place not in back.shows:

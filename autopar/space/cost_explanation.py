@@ -63,7 +63,7 @@ class CostLines:
         return found
 
     def unaligned(self, choices: Mapping[str, Choice]) -> dict[str, float]:
-        """Seconds, by name, that products among these ops lose to rows that are no multiple of 16 bytes."""
+        """Seconds, by name, that products among these ops lose to rows not in multiples of 16 bytes."""
         if not self.seconds.costs.knows_unaligned:
             return {}
         found = {}

@@ -45,18 +45,18 @@ class EdgePieces:
         self.owners = lifetimes.parameters.owners
         self.buckets = buckets
         self.bytes = bytes_
-        self.reach = dict(lifetimes.reach)  # of each memory the last time until which it is counted so far
+        self.reach = dict(lifetimes.reach)  # memory -> the last time at which it is counted so far
         self.found: list[Piece] = []
-        # of each memory the time until which it is counted, and who reads values on it: (edge, bytes, its part of time)
+        # memory -> the time until which it is counted, and its readers: (edge, bytes, first and last time, views)
         self.read: dict[int, tuple[int, list[tuple[int, np.ndarray, int, int, tuple[View, ...]]]]] = {}
-        self.behind: dict[fx.Node, tuple[View, ...]] = {}  # of each view the edges by which it was made, the last first
-        # of each value the conversions at its readers: (edge, bytes, when it is taken, its part of the time)
+        self.behind: dict[fx.Node, tuple[View, ...]] = {}  # view -> the edges by which it was made, the last first
+        # value -> conversions at its readers: (edge, bytes, the time of the reader, first and last time of the piece)
         self.several: dict[fx.Node, list[tuple[int, np.ndarray, int, int, int]]] = {}
-        # of each edge whose result has views: its bytes, until when its op needs it, and until when it is counted
+        # edge whose result has views -> its bytes, the last time its op needs it, the last time it is counted
         self.made: dict[int, tuple[np.ndarray, int, int]] = {}
         # who reads these: the views on the way, its own edge first, and until when it needs the memory, either way
         self.through: dict[int, list[tuple[tuple[View, ...], int, int]]] = {}
-        # of each form of a parameter that several read: (edge, bytes before it is reduced over those behind, backward)
+        # parameter value -> gradients of its readers: (edge, bytes beyond those of the reduced one, time of backward)
         self.uses: dict[fx.Node, list[tuple[int, np.ndarray, int]]] = {}
 
     @property
@@ -110,7 +110,7 @@ class EdgePieces:
         passage = _Passage(index, edge, value, taker, type_, bytes_, now, back)
         memory = lifetimes.memory[value]
         itself, reach = lifetimes.needs_itself(value, taker), self.reach[memory]
-        # what is made here: what is on it beyond `reach` counts itself
+        # Beyond `reach` the memory of a conversion's result is counted for the values on it.
         needed = max(itself, min(lifetimes.needs(value, taker), reach))
         if value in self.owners:
             self._gathered(passage, needed)
@@ -128,7 +128,7 @@ class EdgePieces:
         before, rows = self.read.setdefault(memory, (reach, []))
         if itself > before and self.bytes.is_any(kept):
             rows.append((index, kept, reach + 1, itself, behind))
-        if itself > reach:  # where it arrives as it is, its memory stays so long
+        if itself > reach:  # Without a conversion, the value's own memory stays as long as needed.
             kind = "saved activations" if itself >= self.clock.n else "transients"
             self._put(kind, passage, kept, reach + 1, itself)
             self.reach[memory] = itself
@@ -139,7 +139,7 @@ class EdgePieces:
                 # through views it comes as it leaves their readers
                 begins = max(map(lifetimes.last_use, lifetimes.hands_back(taker, value)), default=now)
                 since = self.clock.mirrored(begins)
-                # its site counts it as it goes on: where this is the first to come, that is made later
+                # The site counts the converted gradient; where this one is the first to come, that is made later.
                 comes = self.bytes.once("comes", (bytes_,), lambda: _before_conversion(bytes_))
                 alone = back if lifetimes.gives_first(value, taker) else lifetimes.comes_alone(value, taker)
                 if lifetimes.gives_more(value, taker):
@@ -163,7 +163,7 @@ class EdgePieces:
                 self._may_end(passage, made, needed)
 
     def _may_end(self, passage: _Passage, made: np.ndarray, needed: int) -> None:
-        """Note what a conversion makes and views show, which is needed no more where all of these are converted."""
+        """Note the result of a conversion that is read through views, and ends early if all are converted."""
         itself = self.lifetimes.needs_itself(passage.value, passage.taker)
         if itself < needed and self.bytes.is_any(made):
             before = self.made.get(passage.index)
@@ -179,7 +179,7 @@ class EdgePieces:
         begins = schedule.gathered(parameter, now)
         arrived, copied = self.bytes.once("arrived", (made, sent), lambda: _divided_by(sent > 0, made))
         self._copies(passage, arrived, begins, needed, again, is_ahead=True)
-        self._copies(passage, copied, now, needed, again, is_ahead=False)  # in memory order, where it is read
+        self._copies(passage, copied, now, needed, again, is_ahead=False)  # the copy in memory order
         if schedule.together(parameter, now, again=False):
             self._message(passage, sent, arrived, begins, schedule.taken(parameter, now))
 
@@ -258,7 +258,7 @@ class EdgePieces:
         self._put("gradients", passage, cut, back, back)
         if owner not in self.buckets.wait:
             closes = full
-            if self._is_turned(passage):  # its reduction waits for no bucket
+            if self._is_turned(passage):  # Such a gradient is reduced at once, not with its bucket.
                 closes = back
                 sums, whole = self.bytes.once("apart", (whole, tables), lambda: _divided_by(tables.is_sum, whole))
                 self._put("gradients", passage, sums, back, back)
@@ -275,7 +275,7 @@ class EdgePieces:
         self._put("gradients", passage, waits, 0, settled)
         if self.buckets.adds_twice:
             self._put("gradients", passage, waits, 0, settled)
-        # and what this micro-batch gives
+        # The gradient of this micro-batch exists beside the sum of the earlier ones.
         self._put("gradients", passage, np.where(in_each, whole, 0.0), back, full - 1)
         self._put("gradients", passage, np.where(in_each, packed, 0.0), max(back, full), max(back, full))
         self._put("gradients", passage, np.where(in_each, scattered, 0.0), full, max(full, reduced))
@@ -331,7 +331,7 @@ def _settling(tables: EdgeBytes, width: float) -> tuple[np.ndarray, np.ndarray, 
     """
     stored = np.where(tables.is_sum, tables.reduced, tables.reduced * width)
     whole = np.where(tables.is_sum, tables.gradient, stored)
-    part = np.where(tables.unreduced > 0, tables.reduced, 0.0)  # what is cut out, before it is cast
+    part = np.where(tables.unreduced > 0, tables.reduced, 0.0)  # the part that is cut out, before the cast
     changes = ~tables.is_sum & ((tables.unreduced > 0) | (width != 1.0))
     cut = np.where(changes, np.maximum(tables.gradient + part - stored, part), 0.0)
     return whole, stored, cut

@@ -74,9 +74,9 @@ class Lifetimes:
         self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
         self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
         self.users = {n: readers(n) for n in graph.nodes}
-        self.outputs = {n: walks.results(n) for n in graph.nodes}  # of an op, the values that it gives
+        self.outputs = {n: walks.results(n) for n in graph.nodes}  # the values that each op gives
         self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward
-        self.besides: dict[fx.Node, tuple[Held, ...]] = {}  # and what it makes besides
+        self.besides: dict[fx.Node, tuple[Held, ...]] = {}  # other tensors that an op makes for its backward
         # the values of these that its backward frees before it is fullest
         self.freed_first: dict[fx.Node, frozenset[fx.Node]] = {}
         # the backward of ops that run in kernels of their own
@@ -89,18 +89,18 @@ class Lifetimes:
             self.keeps[op], self.besides[op] = set(own[0]), own[1]
         for op, back in self.backward.items():
             self.freed_first[op] = self._freed(op, back)
-        # of each op the first one of those that are traced with it: there gradients that came from others are added
+        # op -> the first op of its block: gradients from other blocks are added there
         self.begins: dict[int, int] = {}
         for _, several in itertools.groupby(clock.ops, lambda op: innermost_block(info(op).module)):
             alike = [clock.at[op] for op in several]
             self.begins.update(dict.fromkeys(alike, alike[0]))
-        # of each value of an op, the last time at which it is needed as it is: by an op of the forward, or by its own
-        # op's backward
+        # value of an op -> the last time at which it is needed without a conversion, by an op of the forward or by
+        # the backward of its own op
         made = [value for value in graph.nodes if info(value).kind in ("op", "part")]
         self.end = {value: self._end(value) for value in made}
-        # of each value, the op that reads it last in forward: the value ends before that runs, where it is converted
+        # value -> its last reader in forward: where that one converts it, the value ends before the reader runs
         self.last_reader = {value: op for value in made if (op := self._last_reader(value)) is not None}
-        # of each memory, the last time until which all of it is counted, whatever is converted
+        # memory -> the last time at which all of it is counted under every choice of conversions
         self.reach = {m: self.stays(node) for m, node in owner.items()}
         self.taken_over = frozenset(self._taken_over(graph, groups))  # memories that gradients of values take
         self._needed: dict[fx.Node, int] = {}
@@ -160,9 +160,9 @@ class Lifetimes:
         return self.clock.back(self.runs_with.get(op, op)) - (value in self.freed_first.get(op, ()))
 
     def last_use(self, value: fx.Node) -> int:
-        """The index of the last op that reads a value in forward, or a view that hands its gradient back as it lies.
+        """The index of the last op that reads a value in forward: its gradient begins there.
 
-        There the value's gradient begins.
+        Reads of a view count where the view's gradient is the value's as it lies.
         """
         if value not in self._last_uses:
             places = [self._last_read(value, u) for u in self.users[value]]
@@ -196,9 +196,10 @@ class Lifetimes:
         return gives == [op] and self._is_direct(value, op) and self.has_own_gradient(value)
 
     def gives_more(self, value: fx.Node, op: fx.Node) -> bool:
-        """Whether this op's backward adds to a value's gradient that later uses gave, alone and through no view.
+        """Whether this op's backward adds to the gradient that later uses gave a value.
 
-        What comes is converted before the sum is made (see `sums`).
+        Only an op that reads the value once, and not through a view, does. What comes is converted before the sum is
+        made (see `sums`).
         """
         is_shared = self.is_view[value] and info(value).kind == "op" and op_name(value) == "identity"
         return is_shared and self.clock.at[op] in self._uses(value)[:-1] and self._is_direct(value, op)
@@ -208,9 +209,9 @@ class Lifetimes:
         return is_once and op not in self.runs_with and not self.hands_back(op, value)
 
     def comes_alone(self, value: fx.Node, op: fx.Node) -> int:
-        """The last time at which of a value's gradient there is only what comes through the views that an op makes.
+        """The last time at which only the views that an op makes have given a part of a value's gradient.
 
-        Behind that the op's own backward converts it, or another reader gives its part.
+        After that the op's own backward converts it, or another reader gives its part.
         """
         until = self.clock.back(op) - 1
         while True:
@@ -234,9 +235,9 @@ class Lifetimes:
             yield mirrored(use), mirrored(use if begins is None or begins == self.begins[later] else begins)
 
     def apart(self, value: fx.Node, op: fx.Node) -> int | None:
-        """The time until which the gradient that one of several uses gives lies as it comes; None: it is added there.
+        """The time until which the gradient of one of several uses stays apart; None if it is added at once.
 
-        That is where another use of its block gives one, or the backward of the block ends.
+        It is added where another use of its block gives one, or where the backward of the block ends.
         """
         uses, at, begins = self._uses(value), self.clock.at[op], self.begins
         enters = self._enters(value, at)
@@ -246,7 +247,7 @@ class Lifetimes:
         return self.clock.mirrored(before[-1] if before else enters)
 
     def _enters(self, value: fx.Node, use: int) -> int | None:
-        """The index of the first op of the block in which an op reads a value; None where it is made there too."""
+        """The index of the first op of a reader's block; None where the value is made in that block too."""
         begins = self.begins[use]
         return begins if begins > self._place(value) else None
 
@@ -281,14 +282,14 @@ class Lifetimes:
         return outputs if passes else []
 
     def hands_back(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
-        """The outputs of an op that are views of this operand and whose gradients are the operand's as they lie."""
+        """The outputs of an op that are views of an operand and whose gradients are its own as they lie."""
         return self.views(op, value) if self._shows_gradient(op) else []
 
     def has_own_gradient(self, value: fx.Node) -> bool:
-        """Whether the gradient of a value lies in memory of its own; that of a view is mostly one with its operand's.
+        """Whether the gradient of a value lies in memory of its own.
 
-        The backward of an op that gives parts puts their gradients together in a new tensor, and that of an op that
-        broadcasts sums them up.
+        The gradient of a view mostly shares the memory of its operand's. The backward of an op that gives parts puts
+        their gradients together in a new tensor, and that of an op that broadcasts sums them up.
         """
         return not self.is_view[value] or not self._shows_gradient(_producer(value))
 

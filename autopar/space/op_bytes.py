@@ -56,7 +56,7 @@ class OpBytes:
         return forward, backward
 
     def _beyond(self, op: fx.Node) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes in memory while the fullest kernel runs, over what pieces count then: in forward, and in backward.
+        """Bytes beyond the pieces while the fullest kernel runs: in forward, and in backward.
 
         In backward pieces count the gradients of all operands and outputs. Those of views are one with that of what
         they show.
@@ -84,7 +84,7 @@ class OpBytes:
     def _counted(self, op: fx.Node, back: Backward) -> list[End]:
         """The gradients of a call that pieces count."""
         operands = tensor_operands(op)
-        added = {k for k in back.shows if self.lifetimes.is_added(operands[k], op)}  # that makes another tensor
+        added = {k for k in back.shows if self.lifetimes.is_added(operands[k], op)}  # sums in new tensors
         counted = [End(True, place) for place in back.gradients if place not in added]
         for value in self.lifetimes.outputs[op]:
             if type_of(value).requires_grad and self.lifetimes.has_own_gradient(value):
@@ -97,7 +97,7 @@ class OpBytes:
         return [End(False, port_of(value), False) for value in values if not self.lifetimes.is_view[value]]
 
     def _on_parts(self, op: fx.Node) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What `besides` and `_beyond` say, found by running the call on the parts of each choice."""
+        """The results of `besides` and `_beyond`, found by running the call on the parts of each choice."""
         whole, choices = self.lifetimes.backward[op], self.wiring.site(op).choices
         freed, counted, types = self._freed(op), self._counted(op, whole), list(map(type_of, tensor_operands(op)))
         known: dict[tuple[tuple[int, ...], ...], tuple[float, ...]] = {}
@@ -123,7 +123,7 @@ class OpBytes:
         return self.bytes.once(("on parts", freed, *counted), (whole, choices), found)
 
     def _shown(self, op: fx.Node, places: Iterable[int], shapes: Sequence[tuple[int, ...]]) -> float:
-        """Bytes of the memories that operands of these shapes lie on, which backward reads on such parts alone.
+        """Bytes of memory that backward reads for these operands on parts of these shapes only.
 
         A part of one row may be a view where the whole is copied. The memory stays for the op that reads it first in
         forward; what others read of it counts again, as where those copy it.

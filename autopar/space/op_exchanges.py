@@ -21,10 +21,10 @@ class Sent(NamedTuple):
 
     exchange: Exchange
     axis: int
-    times: int  # that it is sent
+    times: int  # number of messages
     beside: float  # share of the op's compute that may hide the messages
-    nbytes: float  # of one message
-    once: float  # seconds of one
+    nbytes: float  # bytes a message
+    once: float  # seconds a message
 
     @property
     def seconds(self) -> float:
@@ -32,7 +32,7 @@ class Sent(NamedTuple):
 
 
 def exchange_seconds(prices: OpSeconds, chosen: Chosen, compute: Ways) -> Ways:
-    """Exposed seconds, by choice, of what an op's local form sends: in all, in forward, in backward; () if nothing.
+    """Exposed seconds, by choice, of an op's messages: in all, in forward, in backward; () without any.
 
     `compute` are the seconds of the op itself, which may hide messages.
     """
@@ -78,6 +78,6 @@ def sent_under(prices: OpSeconds, chosen: Chosen, choice: Choice) -> Iterator[Se
 
 
 def _exchanges_of(chosen: Chosen) -> list[Exchange]:
-    """What the op's local form sends; in backward only where there is one."""
+    """The exchanges of the op's local form, those of backward only where an output needs a gradient."""
     is_trained = any(t.requires_grad for t in chosen.outputs)
     return [e for e in exchanges_of(call_of(chosen.node)) if e.way == FORWARD or is_trained]

@@ -46,7 +46,7 @@ class Chosen:
     node: fx.Node
     binding: Binding | None
     choices: Sequence[Choice]
-    given: Sequence[fx.Node]  # its operands
+    given: Sequence[fx.Node]  # the operands
 
     @property
     def op(self) -> str:
@@ -66,7 +66,7 @@ class Chosen:
 
     @property
     def loops(self) -> list[str]:
-        """The factors over which a product loops, each point of which takes its FLOPs; all factors of other ops."""
+        """The factors over which a product loops, a point of FLOPs each; all factors of other ops."""
         product = facts_of(self.op).flops
         unlooped = product[1] if product else ""
         return [f for f in (self.binding.sizes if self.binding else ()) if not re.fullmatch(unlooped, f)]
@@ -89,9 +89,9 @@ class Amounts(NamedTuple):
 
     work: np.ndarray  # FLOPs of a product, elements of the largest tensor of any other
     moved: np.ndarray  # bytes, in forward
-    moved_back: np.ndarray  # and by a kernel of its backward
+    moved_back: np.ndarray  # bytes moved by one kernel of the backward
     starts: tuple[bool, bool]  # does a kernel start, in forward and in backward?
-    matrices: Matrices | None  # of a product of two
+    matrices: Matrices | None  # sizes of a product of two matrices, None for any other op
 
 
 class OpSeconds:
@@ -121,7 +121,7 @@ class OpSeconds:
         return forward, backward
 
     def unaligned(self, chosen: Chosen) -> float:
-        """Seconds that a product loses, under its first choice, to rows that are no multiple of 16 bytes."""
+        """Seconds that a product loses, under its first choice, to rows that are not multiples of 16 bytes."""
         kernels, lost = self.kernels(chosen), 0.0
         ran = [(1, k, self.costs.forward) for k in kernels.forward]
         ran += [(count, k, self.costs.backward) for count, k in kernels.backward]
@@ -207,7 +207,8 @@ class OpSeconds:
         names: tuple[str, ...] = (name, op)
         if facts.spreads and any(map(chosen.is_broadcast, chosen.operands)):
             names = (name + BROADCAST, *names)
-        is_in_chain = self.chains is not None and is_fused(chosen.node)  # its own time is of a kernel of its own
+        # A fused op goes without its timed name: that time was measured for the op alone.
+        is_in_chain = self.chains is not None and is_fused(chosen.node)
         return Kernel(
             () if is_in_chain else names,
             chosen.outputs[0].dtype,
@@ -257,12 +258,12 @@ class OpSeconds:
         """The heads of an attention, and the share of scores that is computed."""
         is_causal = name.endswith(" causal")
         cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
-        # of queries that are cut, the amount of work says already what is computed
+        # Where queries are cut, the work already counts only the scores that are computed.
         share = np.where(cut | (not is_causal), 1.0, 0.5)
         return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
 
     def _seen(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None) -> np.ndarray | float:
-        """The share of its keys that the last of several parts of a causal attention's queries sees, by choice."""
+        """The share of keys that the last part of a causal attention's cut queries sees, by choice."""
         if as_cut is None or not name.endswith(" causal"):
             return 1.0
         queries, keys = (chosen.operands[k].shape[-2] for k in (0, 1))
@@ -319,7 +320,7 @@ class OpSeconds:
                 back[i] = moved[i]
                 if roles is not None:
                     matrices[:, i] = [_product(local, factors) for factors in roles]
-                    count_of = _product(local, groups)  # of groups, each a product of its own with its share of rows
+                    count_of = _product(local, groups)  # Each group is a product of its own with its share of rows.
                     matrices[:2, i] *= count_of, 1 / count_of
             else:
                 points[i] = max(held, default=0)

@@ -33,10 +33,10 @@ class Shared:
     gradients: ShapeConsistencyManager
     bytes: LocalBytes
     kernels: KernelSites
-    choices: dict[Hashable, tuple[Choice, ...]] = field(default_factory=dict)  # by strategies and sizes
-    sites: dict[Hashable, Site] = field(default_factory=dict)  # by what their choices and seconds depend on
-    by_message: dict[Message, ShapeConsistencyManager] = field(default_factory=dict)  # of gathers
-    once: Once = field(default_factory=Once)  # for edges, and the ends and tables of which they are made
+    choices: dict[Hashable, tuple[Choice, ...]] = field(default_factory=dict)  # strategies and sizes -> choices
+    sites: dict[Hashable, Site] = field(default_factory=dict)  # sites by all that their choices and seconds depend on
+    by_message: dict[Message, ShapeConsistencyManager] = field(default_factory=dict)  # the managers of gathers
+    once: Once = field(default_factory=Once)  # shared edges, their ends and their tables
 
     @staticmethod
     def of(graph: Graph, setting: Setting) -> Shared:

@@ -34,7 +34,7 @@ class Shown:
     value: fx.Node
     of: fx.Node  # the result
     way: tuple[int, ...]  # edges from that op back to the value
-    bytes: np.ndarray  # of the first edge by [given, taken]: of the gradient, 0 where it is converted
+    bytes: np.ndarray  # the gradient on the first edge, by [given, taken]; 0 where it is converted
     spans: tuple[tuple[int, int, float], ...]  # times at which the value's own piece is over, by which share of it
     until: int  # the last time at which the memory is needed for it
     end: int  # the last time of the result's piece
@@ -46,14 +46,16 @@ class ShownGradients:
     """All such values of a space, the last op of the forward first."""
 
     shown: list[Shown] = field(default_factory=list)
-    # of each result an edge from it, and bytes of its gradient
+    # result -> an edge that leaves it, and bytes of its gradient
     result: dict[fx.Node, tuple[int, np.ndarray]] = field(default_factory=dict)
-    convert: dict[int, np.ndarray] = field(default_factory=dict)  # of each edge by [given, taken]: are gradients?
+    convert: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # edge -> whether it converts gradients, by [given, taken]
     pieces: list[Piece] = field(default_factory=list)
 
     def missing(self, place: Place) -> Iterator[tuple[float, int, int]]:
-        """Bytes that sums of tables leave out under a plan, or count too often, each with its first and last time."""
-        memory: dict[fx.Node, list[float]] = {}  # of the gradients of results: bytes, the end of its piece, its own end
+        """Bytes that sums of tables miss (or, negative, count twice) under a plan, and first and last times."""
+        memory: dict[fx.Node, list[float]] = {}  # [bytes, last time counted, last time in use]
         for one in self.shown:
             own = float(one.bytes[place(one.way[0])])
             if not own:
@@ -118,7 +120,7 @@ class _Builder:
         return found
 
     def _way(self, value: fx.Node, op: fx.Node) -> tuple[fx.Node, tuple[int, ...], int] | None:
-        """The value with a gradient of its own behind what an op reads, the edges, and until when it lies as it comes.
+        """The value with its own gradient behind an operand, the edges, and until when it is unchanged.
 
         None where the gradient is copied on the way, or where another op gave a part of it before.
         """
@@ -162,7 +164,7 @@ class _Builder:
         tables, end = self._tables(way[0]), self.clock.back(op)
         own = self.bytes.once("shown", (tables,), lambda: np.where(tables.unreduced > 0, 0.0, tables.reduced))
         maker = value if info(value).kind == "op" else value.args[0]
-        relief = 0.0  # where another gradient is added, its own piece is the sum
+        relief = 0.0  # Where another gradient is added to it, the value's own piece is the sum.
         if until == self.clock.back(maker) and op_name(maker) != "identity" and maker in self.lifetimes.backward:
             relief = self.lifetimes.backward[maker].relief
         spans = tuple(s for s in ((end + 1, until - 1, 1.0), (until, until, relief)) if s[0] <= s[1] and s[2])

@@ -120,7 +120,7 @@ class SitePieces:
         """Add the gradient of a value that an op makes."""
         begins = self.clock.mirrored(self.lifetimes.last_use(value))
         if self.lifetimes.memory[value] in self.lifetimes.taken_over:
-            begins += 1  # it lies there already
+            begins += 1  # The gradient overwrites memory that is still counted at this time.
         lies = self._local(op, type_of(value), Tensors(port, of=gradients))
         self._put("gradients of activations", op, lies, begins, self.clock.back(op))
 

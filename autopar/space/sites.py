@@ -45,7 +45,7 @@ class Draft:
     """A site while choices are being removed from it, and the values of the edges that enter it."""
 
     site: Site
-    sources: tuple[fx.Node, ...] = ()  # of its tensor operands, in order
+    sources: tuple[fx.Node, ...] = ()  # the tensor operands, in order
     operands: tuple[TensorType, ...] = ()
     keep: np.ndarray | None = None  # the choices that pins leave
 
@@ -76,7 +76,7 @@ class SiteBuilder:
         self.blocks = DimBlocks(bindings)
         self.seconds = OpSeconds(graph, setting, shared.kernels)
         self._crossed, self._known = shared.choices, shared.sites
-        self.once = Once()  # for parameters with their policies
+        self.once = Once()  # shared tables of parameters with storage policies
 
     def drafts(self) -> dict[SiteKey, Draft]:
         """All sites with their legal choices, before anything is pinned."""
@@ -159,7 +159,7 @@ class SiteBuilder:
         free = self.graph.loss is not None and i not in (self.graph.loss, *self.differentiable) and not changes
         stored = storage_strategies(type_.shape) if free else storage_strategies(())
         choices = self._cross(tuple(Strategy(s.outputs, (), s.cut) for s in stored), _sizes(type_))
-        # what no op takes is counted once, where a step's forward ends
+        # Seconds of the step that belong to no op are counted once, at the loss or else the first output.
         taken = self.setting.cluster.step_s if i == (self.graph.loss or 0) and not changes else 0.0
         return Site(
             f"out.{name}",

@@ -37,17 +37,17 @@ class Site:
     op: str
     kind: str  # "parameter", "buffer", "input", "op", "output", "update"
     choices: tuple[Choice, ...]
-    seconds: np.ndarray  # by choice: forward and backward, or for parameters the optimizer's step
+    seconds: np.ndarray  # forward and backward, or the optimizer's step of a parameter, by choice
     source: str = ""
     has_rule: bool = True
-    bytes: int = 0  # of a parameter, whole
-    regathered: tuple[bool, ...] = ()  # by choice of a parameter, whether it is gathered again in backward
-    # by choice of a parameter, whether its gradient is reduced in every micro-batch, not once after them
+    bytes: int = 0  # bytes of a whole parameter
+    regathered: tuple[bool, ...] = ()  # whether backward gathers a parameter again, by choice
+    # whether a parameter's gradient is reduced in every micro-batch, not once after them, by choice
     scattered: tuple[bool, ...] = ()
-    priced_by: str = ""  # where its seconds are from: a name of `sharding/certainty.py`
-    suspected: str = ""  # of an op without a rule: a line under which it ran right when it was tried
-    compute: tuple[np.ndarray, ...] = ()  # of an op: the parts of its seconds that are compute, forward and backward
-    # and those in which its local form communicates and nothing is computed
+    priced_by: str = ""  # the source of the seconds: a name of `sharding/certainty.py`
+    suspected: str = ""  # a rule line under which an op without a rule passed a trial
+    compute: tuple[np.ndarray, ...] = ()  # an op's seconds of compute, forward and backward
+    # an op's exposed seconds of messages that its local form sends
     exchange: tuple[np.ndarray, ...] = ()
     outputs: tuple[str, ...] = ()  # dtypes and global shapes, `float32[8, 16]`; of an output site, of what arrives
 
@@ -95,7 +95,7 @@ class Edge:
     given_by: np.ndarray  # choice of the source -> index in `given`
     taken_by: np.ndarray  # choice of the target -> index in `taken`
     seconds: np.ndarray  # [given, taken]; inf where nothing leads
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # the global shape
     itemsize: int
     has_gradient: bool
     # managers of its conversions and its gradient's, where not the space's own: parameters are gathered in one message
@@ -171,12 +171,12 @@ class Space:
     sites: tuple[Site, ...]
     edges: tuple[Edge, ...]
     conversions: ShapeConsistencyManager
-    digest: str  # of the graph
+    digest: str  # the graph's digest
     memory: Memory | None = None
-    windows: tuple[Window, ...] = ()  # of communication beside compute
+    windows: tuple[Window, ...] = ()  # spans in which communication may overlap compute
     # how the seconds of a site came to be under a choice, a line for each kernel
     told: Callable[[str, Choice], list[str]] | None = None
-    # of products under their choices, the seconds that they take more because their rows are not aligned
+    # seconds that products lose under their choices because their rows are not aligned
     unaligned: Callable[[Mapping[str, Choice]], dict[str, float]] | None = None
     warnings: tuple[str, ...] = ()  # rules of users that could not be tried
     kernels: KernelSites | None = None  # None without a graph

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from autopar.space.space import Space
 
 SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: statistics, counts
-_TINY = 2**-10  # of the peak: larger values may be recomputed though they are small, as in a small model all are
-RESIDENT = -1  # in place of a value: parameters, buffers and inputs are there anyway
-OWN = -1  # in place of an edge: the memory is its own
+# A share of the peak. Larger values may be recomputed even below SMALL: in a small model all values are that small.
+_TINY = 2**-10
+RESIDENT = -1  # instead of a value's number: parameters, buffers and inputs, which always exist
+OWN = -1  # instead of an edge's number: memory of its own
 
 # runs, in order, each with the time of an op of forward: for the backward of later ops it is repeated in passing
 Passing = tuple[tuple[int, int], ...]
@@ -45,7 +46,7 @@ Passing = tuple[tuple[int, int], ...]
 class Made:
     """A value that an op makes."""
 
-    bytes: np.ndarray  # by choice of the op
+    bytes: np.ndarray  # bytes by choice of the op
     shows: int  # the edge whose value's memory it shows; OWN of a value with memory of its own
     is_kept: bool  # whether the backward of its own op reads it
 
@@ -55,14 +56,14 @@ class Passage:
     """An op, as values pass through it: where its operands come from, and what its backward reads."""
 
     site: int
-    edges: tuple[int, ...]  # by which its operands arrive
-    kept: tuple[bool, ...]  # of each, whether its backward reads what arrives
-    first: tuple[bool, ...]  # of each, whether its backward frees that before it makes as much
+    edges: tuple[int, ...]  # edges of the operands
+    kept: tuple[bool, ...]  # whether the backward reads each operand as it arrives
+    first: tuple[bool, ...]  # whether the backward frees each operand before its own peak
     made: tuple[Made, ...]
     region: str = ""  # the model's own checkpoint region around it
     is_core: bool = False  # whether it is in the core of an attention, between the products
     besides: np.ndarray | None = None  # bytes that its backward reads besides, by choice
-    work: np.ndarray | None = None  # and bytes that it makes for the while
+    work: np.ndarray | None = None  # temporary bytes, by choice
     in_chunks: bool = False  # whether it runs once for each chunk, forward and backward together
     is_inner: bool = False  # whether its result stays inside a kernel, in no memory
     runs_at: int = OWN  # the time of the op in whose kernel it runs; OWN: a kernel of its own
@@ -73,11 +74,10 @@ class Passages:
     """The ops of a graph in the order of the forward, and the edges between them."""
 
     ops: tuple[Passage, ...] = ()
-    sources: tuple[tuple[int, int], ...] = ()  # of each edge the op whose value it carries, as which; or (-1, 0)
-    arrives: tuple[
-        np.ndarray, ...
-    ] = ()  # of each edge a number for each flow of `taken`: equal ones are converted once
-    converted: tuple[np.ndarray, ...] = ()  # of each edge the bytes that a conversion makes, by [given, taken]
+    sources: tuple[tuple[int, int], ...] = ()  # edge -> (op that makes its value, output); (-1, 0) without one
+    # edge -> a number for each flow of `taken`; conversions of a value to equal numbers are one
+    arrives: tuple[np.ndarray, ...] = ()
+    converted: tuple[np.ndarray, ...] = ()  # edge -> bytes that its conversion makes, by [given, taken]
     gathered: frozenset[int] = frozenset()  # edges of parameters
     ends: tuple[int, ...] = ()  # edges by which values leave the graph
 
@@ -86,14 +86,14 @@ class Passages:
 class Run:
     """One run of an op, or of a conversion before it, on one device."""
 
-    name: str  # as a plan names what it makes
-    seconds: float  # of running it once in forward
+    name: str  # the name that a plan gives its result
+    seconds: float  # seconds of one run in forward
     reads: tuple[int, ...]  # values, as numbers
     makes: tuple[int, ...]
     keeps: tuple[int, ...]  # values that its backward reads
-    first: tuple[int, ...]  # those of them that it frees before it makes as much
-    time: int  # of the op in forward (see `memory.py`)
-    work: float = 0.0  # bytes that it makes for the while
+    first: tuple[int, ...]  # values among `keeps` that the backward frees before its own peak
+    time: int  # the op's time in forward (see `memory.py`)
+    work: float = 0.0  # temporary bytes
     is_op: bool = True
     region: str = ""  # the model's own checkpoint region around it
     is_core: bool = False  # is it in the core of an attention?
@@ -108,15 +108,15 @@ class Uncovered:
     first: int  # the ops of the window, by their times in forward
     last: int
     seconds: float  # each time that the window comes
-    times: int  # in a step
+    times: int  # how often the window comes in a step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Momentary:
     """Bytes that a plan is counted to hold at some time, but holds during part of that time only."""
 
-    temporaries: np.ndarray  # that conversions hold over what else is counted: they run before an op, or behind it
-    made: np.ndarray  # of gradients that an op's backward makes: what comes again for it comes before
+    temporaries: np.ndarray  # bytes of conversions beyond the pieces, which run before or after an op
+    made: np.ndarray  # bytes of gradients that an op's backward makes; recomputation runs before they exist
 
     @staticmethod
     def nothing(times: int) -> Momentary:
@@ -128,13 +128,13 @@ class Timeline:
     """The runs of one plan, the bytes of their values, and the other memory of the step."""
 
     runs: tuple[Run, ...]
-    bytes: np.ndarray  # of each value
-    leaves: np.ndarray  # of each value: it is in the caller's hands until backward has ended
-    made_by: tuple[int, ...]  # of each value the run that makes it
-    ops: int  # in the forward
+    bytes: np.ndarray  # bytes by value
+    leaves: np.ndarray  # whether the caller holds each value until backward has ended
+    made_by: tuple[int, ...]  # value -> the run that makes it
+    ops: int  # number of ops in the forward
     held: np.ndarray  # bytes at every time where all is saved, as the plan's pieces say
-    momentary: Momentary  # what of these bytes is not there all the time of an op
-    run_of: tuple[int, ...]  # of each op its run
+    momentary: Momentary  # bytes in `held` that exist during a part of an op's time only
+    run_of: tuple[int, ...]  # op -> its run
     travels: dict[int, tuple[int, int]]  # edge -> the value that leaves and the value that arrives, of those in runs
     # values of a region in chunks, whose backward follows at once, and conversions of inputs
     saved_always: frozenset[int] = frozenset()
@@ -145,9 +145,11 @@ class Timeline:
         self.needed = frozenset(v for run in self.runs for v in run.keeps)  # values that some backward reads
         # runs that come again wherever what they make is needed
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
-        self.once = frozenset(i for i in self.forced if not self.runs[i].is_op)  # which the sharding counts, once
+        # The seconds of these conversions are counted once, by the sharding.
+        self.once = frozenset(i for i in self.forced if not self.runs[i].is_op)
         small = min(SMALL, _TINY * float(self.held.max(initial=0.0)))
-        self.fixed = self.leaves | (self.bytes <= small)  # of each value: it is not dropped, for it leaves, or is small
+        # Values that leave the graph, and small ones, are never dropped.
+        self.fixed = self.leaves | (self.bytes <= small)
         self.fixed[list(self.saved_always)] = True
         gathered = {v for run in self.runs if not run.is_op and not run.reads for v in run.makes if not self.fixed[v]}
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
@@ -227,7 +229,7 @@ class Timeline:
             for value in keeps:
                 if made_by[value] in again and value not in there and not fixed[value]:
                     comes.update(self._chain(value, again, there))
-            for i in sorted(comes):  # in the order of the forward, as they are emitted
+            for i in sorted(comes):  # Emitted code repeats runs in forward order.
                 run = self.runs[i]
                 for v in run.makes:
                     if not fixed[v]:
@@ -288,7 +290,7 @@ class Timeline:
         own = np.cumsum(change)[:-1]
         for step, made in work:
             own[step] += made
-        at = np.concatenate([self._forward.times, times]).astype(int)  # from time to time, none is left out
+        at = np.concatenate([self._forward.times, times]).astype(int)  # every time is among them, in order
         starts = np.flatnonzero(np.diff(at, prepend=-1))
         is_op: np.ndarray = np.zeros(count, bool)
         is_op[[*(starts[1:] - 1), count - 1]] = True  # the last of its time
@@ -304,7 +306,7 @@ class Through:
     """A step in which some runs are recomputed: the repeated runs in order, and the bytes at every time."""
 
     ran: tuple[int, ...]
-    times: tuple[int, ...]  # of each of them: that of the backward before which it comes
+    times: tuple[int, ...]  # run in `ran` -> the time of the backward before which it is repeated
     held: np.ndarray
 
 
@@ -312,10 +314,10 @@ class Through:
 class _Forward:
     """What does not depend on recompute: where forward makes and reads values, and what backward reads."""
 
-    born: tuple[int, ...]  # of each value the run that makes it,
-    read: tuple[int, ...]  # and the last that reads it
-    times: tuple[int, ...]  # of each run
-    # of each op, the last first: values that it keeps, those that it frees first, and its time
+    born: tuple[int, ...]  # value -> the run that makes it
+    read: tuple[int, ...]  # value -> the last run that reads it
+    times: tuple[int, ...]  # run -> its time
+    # ops, the last first: values that the backward reads, those that it frees first, and its time
     backward: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     fixed: tuple[bool, ...]
 
@@ -341,12 +343,12 @@ class _TimelineWriter:
         self.runs: list[Run] = []
         self.bytes: list[float] = []
         self.made_by: list[int] = []
-        self.values: list[list[int]] = []  # of each op its values, as numbers
+        self.values: list[list[int]] = []  # op -> the numbers of its values
         self.run_of: list[int] = []
         self.travels: dict[int, tuple[int, int]] = {}
         self.converted: dict[tuple[int, int, int], int] = {}
         self.saved_always: set[int] = set()
-        self.handed: dict[int, list[int]] = {}  # what ops that run in the kernel of a later one keep, by its time
+        self.handed: dict[int, list[int]] = {}  # time of an op -> values kept by ops that run in its kernel
         self.times = space.setting.passes  # micro-batches: what a run takes, it takes in each
 
     def line(self, held: np.ndarray, momentary: Momentary) -> Timeline:
@@ -458,7 +460,7 @@ class _TimelineWriter:
                 is_forced=is_forced,
             )
             self._write(run)
-            if value == RESIDENT and not is_gathered:  # of an input: what reads it again finds it saved
+            if value == RESIDENT and not is_gathered:  # The converted copy of an input stays for its next reader.
                 self.saved_always.add(made_value)
         if not is_gathered and value != RESIDENT:
             self.travels[edge] = value, self.converted[key]

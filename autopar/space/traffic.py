@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
     """The tensors that an op's kernels move, as (index, how often), with outputs counted after operands."""
 
     forward: tuple[tuple[int, float], ...]
-    backward: tuple[tuple[int, float], ...]  # of all of its kernels together
+    backward: tuple[tuple[int, float], ...]  # the sum over all backward kernels
     gradients: int  # how many kernels those are
     starts: bool = True  # whether a kernel starts with it, in forward and in backward
     starts_back: bool = True
@@ -59,7 +59,7 @@ class Chains:
     """The fused chains of ops in a graph whose code torch.compile makes."""
 
     kernels: str
-    kept: frozenset[fx.Node]  # for backward
+    kept: frozenset[fx.Node]  # values that backward reads
 
     @staticmethod
     def of(graph: Graph, kernels: str) -> Chains:
@@ -88,9 +88,9 @@ class Chains:
 class Group:
     """The share of one op in the traffic of a kernel of autopar's that stands for several ops."""
 
-    enters: frozenset[fx.Node]  # what the kernel reads, and this op is the first to read
-    needed: frozenset[fx.Node]  # of these, what its backward reads again
-    written: frozenset[fx.Node]  # and what gets a gradient of its own
+    enters: frozenset[fx.Node]  # values that the kernel reads and that this op is the first to read
+    needed: frozenset[fx.Node]  # values in `enters` that the kernel's backward reads again
+    written: frozenset[fx.Node]  # values in `enters` that get gradients of their own
     leaves: tuple[float, float]  # how often its result moves in forward, and that or its gradient in backward
     last: fx.Node  # the op whose result is the last one: where the kernel runs
     is_last: bool

@@ -27,7 +27,13 @@ from autopar.sharding.placement import P, Placement, R, S, Sharding, part
 from autopar.sharding.strategies import Strategy
 
 DEVICES = (2, 3)
-REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)  # of ops, on operands they cannot take
+REFUSALS = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    AssertionError,
+)  # errors that ops raise on operands they cannot take
 # relative to the largest number compared; dtypes that are not named compare exactly
 TOLERANCE = {
     torch.float64: 1e-9,
@@ -46,7 +52,7 @@ class Part(NamedTuple):
     """One device and how its operands and outputs are placed: the `Here` of a local form."""
 
     size: int  # devices of the axis
-    device: int  # its place on the axis
+    device: int  # the device's place on the axis
     operands: Placements
     outputs: Placements
     shapes: tuple[Shape, ...]  # local ones, of the outputs
@@ -92,7 +98,7 @@ class Run(NamedTuple):
 
     operands: Placements
     outputs: Placements
-    local: list[list[Tensor]]  # by device
+    local: list[list[Tensor]]  # operands by device
     results: list[tuple[Tensor, ...]]
 
 
@@ -101,7 +107,7 @@ class Fault(NamedTuple):
 
     what: str
     largest: float  # difference; infinite where shapes or dtypes differ
-    shapes: tuple[Shape, Shape]  # of a device's part and of the whole
+    shapes: tuple[Shape, Shape]  # a device's part, and the whole
 
 
 class CannotRun(RuntimeError):
@@ -122,7 +128,7 @@ class Devices:
     def __init__(self, trial: Trial, n: int) -> None:
         self.trial = trial
         self.n = n
-        self.messages: Messages = {}  # that a device sent in the last run, by the ways that ran
+        self.messages: Messages = {}  # messages of one device in the last run, by way
         self.random = torch.Generator().manual_seed(n)
         self.whole = [t.detach().requires_grad_(t.requires_grad) for t in trial.operands]
         with torch.enable_grad():
@@ -230,7 +236,7 @@ class Devices:
             return False
 
     def _on_all(self, of: Callable[[int], Any]) -> tuple[list[Any], Counter[str]]:
-        """What each device makes, and the messages that it sends meanwhile, by kind."""
+        """The results of each device, and the messages that a device sends meanwhile, by kind."""
         if not self.trial.communicates:
             return [of(i) for i in range(self.n)], Counter()
         rehearsal = Rehearsal(self.n)
@@ -239,7 +245,7 @@ class Devices:
 
 
 def _on_meta(trial: Trial, held: Sequence[Sequence[Tensor]], here: Part) -> list[Shape] | None:
-    """Shapes of the results on parts of these shapes, asked on meta tensors; None where the op does not run on them.
+    """Shapes of the results on these parts, by meta tensors; None where the op does not run on those.
 
     Raises `CannotRun` where it does not take such parts.
     """
@@ -300,9 +306,9 @@ def lies(parts: Sequence[Tensor], placement: Placement, whole: Tensor, tolerance
 
 
 def difference(parts: Sequence[Tensor], placement: Placement, whole: Tensor) -> tuple[float, float]:
-    """The largest difference between `whole` and what the parts make up, and the largest number compared, at least 1.
+    """The largest difference between `whole` and its parts, and the largest number compared, at least 1.
 
-    The difference is infinite where shapes, dtypes or what is no number differ.
+    The difference is infinite where shapes, dtypes or the places of NaNs and infinities differ.
     """
     shapes = [part_shape(tuple(whole.shape), placement, len(parts), i) for i in range(len(parts))]
     if [tuple(p.shape) for p in parts] != shapes or any(p.dtype != whole.dtype for p in parts):

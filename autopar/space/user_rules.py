@@ -38,13 +38,14 @@ from autopar.space.inside import looked_inside
 from autopar.space.small_calls import DRAWS, Draw, drawn, filled, resized, shrunk, small_sizes
 from autopar.space.trial import DEVICES, CannotRun, Devices, Fault, Part, Trial, tupled
 
-# as those of discovery, without numbers that are nearly too large: a function of their sum is one of its rounding
+# Discovery's draws but the last, whose numbers nearly overflow: a function of their sum depends on how it rounds.
 _DRAWS = (
     *DRAWS[:-1],
     Draw(floats=(0.0, 1.0, -1.0, math.inf, -math.inf, math.nan), whole=(0, 0, 0, 1)),
     Draw(scale=1.0, one=math.nan),
 )
-_MOST_ELEMENTS, _MANY = 1 << 17, 1 << 14  # of a call that is tried; of one that is tried in two draws only
+_MOST_ELEMENTS = 1 << 17  # elements of the largest call that is tried
+_MANY = 1 << 14  # A call of more elements is tried in two draws only, to save time.
 _ONE_AT_A_TIME = threading.RLock()
 _NO_RULE = parse(" -> ")
 _LARGE_OR_TINY = 1e-3  # relative tolerance for numbers of the size of 1e4 and 1e-3, which functions amplify
@@ -55,7 +56,7 @@ class _Small:
     """A small call of an op with a rule: what a verdict is known by."""
 
     call: WrittenCall
-    places: tuple[str, ...]  # of each operand that the rule speaks of: "tensor", "number" or "absent"
+    places: tuple[str, ...]  # "tensor", "number" or "absent", for each operand of the rule
     rule: Rule
     keeps_dtype: bool  # else floats are in double precision
 
@@ -77,13 +78,16 @@ class _Verdict:
 
     cuts: frozenset[tuple[str, ...]] = frozenset()  # factors whose cuts ran right
     why_not: tuple[tuple[tuple[str, ...], str], ...] = ()  # why a cut, or () for all, was not tried
-    refuted: tuple[Strategy, int, Fault, tuple[str, ...]] | None = None  # on how many devices, of which operands
+    refuted: tuple[Strategy, int, Fault, tuple[str, ...]] | None = None  # strategy, devices, fault, operands
     # messages that the local form sends on how many devices, and those that its entry says, where they differ
     unsaid: tuple[Strategy, int, Messages, Messages] | None = None
 
 
 def untried(call: WrittenCall, places: Sequence[str], rule: Rule, binding: Binding, source: str) -> str:
-    """Try a user's rule on calls like this one: a letter where it is false, or text about what could not be tried."""
+    """Try a user's rule on calls like this one, and return text about what could not be tried.
+
+    Raises where the rule is false.
+    """
     wanted = {cut.factors for cut in binding.cuts()}
     shown: set[tuple[str, ...]] = set()
     why: dict[tuple[str, ...], str] = {}
@@ -156,7 +160,7 @@ def _letter(name: str, rule: Rule, refuted: tuple[Strategy, int, Fault, tuple[st
     differs = (
         f"differs by up to {fault.largest:.3g}"
         if math.isfinite(fault.largest)
-        else "has another shape, or is no number"
+        else "has another shape, or is not a number"
     )
     part, whole = (list(shape) for shape in fault.shapes)
     seen = (
@@ -184,7 +188,7 @@ def _in_words(what: str) -> str:
 
 
 def _small_calls(call: WrittenCall, places: tuple[str, ...], rule: Rule, binding: Binding) -> Iterator[_Small]:
-    """Small calls like this one, in the order in which they are tried: of distinct sizes, legal ones, its own."""
+    """Small calls like this one, in the order of trial: of distinct sizes, of legal sizes, of its own."""
     seen: set[Any] = set()
     for sizes in _factor_sizes(call, rule, binding):
         rows = [row for row, kind in zip(binding.operands, places, strict=True) if kind == "tensor"]
@@ -215,7 +219,7 @@ def _factor_sizes(call: WrittenCall, rule: Rule, binding: Binding) -> Iterator[d
     Equal sizes stay equal, and those that the rule itself says are kept.
     """
     given, sizes = dict(rule.given), binding.sizes
-    # in the order in which the rule names them: a call with more rows has the same small one
+    # The order is the rule's, not that of sizes: a call with more rows then has the same small call.
     cut = list(dict.fromkeys(sizes[f] for c in binding.cuts() for f in c.factors if sizes[f] > 1))
     whole = list(dict.fromkeys(n for n in sizes.values() if n > 6 and n not in cut))
     odd, close, wide = ([first + i * step for i in range(len(sizes))] for first, step in ((6, 12), (6, 3), (48, 48)))
@@ -223,11 +227,11 @@ def _factor_sizes(call: WrittenCall, rule: Rule, binding: Binding) -> Iterator[d
     units = {n: math.lcm(*(k for k in numbers if 1 < k < n and n % k == 0)) for n in sizes.values()}
     for small in (
         dict(zip(cut, odd)) | dict(zip(whole, _but(odd, 7))),  # parts odd and even, no size twice
-        dict(zip(cut, close)) | dict(zip(whole, _but(close, 7))),  # with fewer elements
+        dict(zip(cut, close)) | dict(zip(whole, _but(close, 7))),  # sizes close together, for fewer elements
         dict(zip(dict.fromkeys(n for n in sizes.values() if n > 6), odd)),  # few of something stay as few
         {n: min(n, unit * 6) for n, unit in units.items() if n > 6},  # multiples of numbers among the arguments
-        dict(zip(cut, wide)) | {n: 16 << i for i, n in enumerate(whole)},  # of what kernels ask for
-        dict(zip(cut, close)),  # what stays whole as it is
+        dict(zip(cut, wide)) | {n: 16 << i for i, n in enumerate(whole)},  # sizes that kernels ask for
+        dict(zip(cut, close)),  # dims that stay whole keep their sizes
         {},
     ):
         yield {f: given.get(f, small.get(n, n)) for f, n in sizes.items()}
@@ -288,7 +292,7 @@ def tried(small: _Small, missing: frozenset[tuple[str, ...]] | None) -> _Verdict
             trial = _trial(small, operands, tolerance if draw.scale in (0.0, 1.0) else max(tolerance, _LARGE_OR_TINY))
             devices = [Devices(trial, n) for n in DEVICES]
             strategies, sizes = _strategies(small, devices[0])
-        except Exception as e:  # it does not run on these numbers
+        except Exception as e:  # The op may refuse the numbers of one draw and take those of another.
             why.setdefault((), f"it does not run on small tensors: {_first_line(e)}")
             continue
         ran = True
@@ -376,7 +380,7 @@ def _unsaid(small: _Small, operands: Sequence[Tensor], strategy: Strategy, on: D
 
 
 def _strategies(small: _Small, devices: Devices) -> tuple[list[Strategy], dict[str, int]]:
-    """The strategies of the rule on a small call, those that cut blocks among them, and the sizes of its factors."""
+    """The strategies of the rule on a small call, also those that cut blocks, and its factors' sizes."""
     binding = small.bound([tuple(e.shape) for e in devices.expected])
     if not all(e.is_floating_point() for e in devices.expected):
         binding = replace(binding, groups=())
@@ -408,7 +412,7 @@ def _has_sums(strategy: Strategy) -> bool:
 
 
 def _may_be_summed(devices: Devices, strategy: Strategy) -> bool:
-    """Whether all that is a sum of parts may be one: infinities and the ends of whole numbers are of other parts."""
+    """Whether the strategy's sums can be split: infinities and extreme integers cannot."""
     if not _has_sums(strategy):
         return True
     sums = (t for t, flow in zip(devices.whole, strategy.operands, strict=True) if flow.value.is_partial)
