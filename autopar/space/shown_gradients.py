@@ -48,13 +48,12 @@ class ShownGradients:
     shown: list[Shown] = field(default_factory=list)
     # result -> an edge that leaves it, and bytes of its gradient
     result: dict[fx.Node, tuple[int, np.ndarray]] = field(default_factory=dict)
-    convert: dict[int, np.ndarray] = field(
-        default_factory=dict
-    )  # edge -> whether it converts gradients, by [given, taken]
+    # edge -> whether it converts gradients, by [given, taken]
+    convert: dict[int, np.ndarray] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
 
     def missing(self, place: Place) -> Iterator[tuple[float, int, int]]:
-        """Bytes that sums of tables miss (or, negative, count twice) under a plan, and first and last times."""
+        """Bytes that sums of tables miss (negative: count too often) under a plan, and first and last times."""
         memory: dict[fx.Node, list[float]] = {}  # [bytes, last time counted, last time in use]
         for one in self.shown:
             own = float(one.bytes[place(one.way[0])])

@@ -148,7 +148,7 @@ class Timeline:
         # The seconds of these conversions are counted once, by the sharding.
         self.once = frozenset(i for i in self.forced if not self.runs[i].is_op)
         small = min(SMALL, _TINY * float(self.held.max(initial=0.0)))
-        # Values that leave the graph, and small ones, are never dropped.
+        # Values that leave the graph, and small ones, are dropped only where their run is forced.
         self.fixed = self.leaves | (self.bytes <= small)
         self.fixed[list(self.saved_always)] = True
         gathered = {v for run in self.runs if not run.is_op and not run.reads for v in run.makes if not self.fixed[v]}

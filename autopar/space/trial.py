@@ -27,13 +27,8 @@ from autopar.sharding.placement import P, Placement, R, S, Sharding, part
 from autopar.sharding.strategies import Strategy
 
 DEVICES = (2, 3)
-REFUSALS = (
-    RuntimeError,
-    ValueError,
-    IndexError,
-    TypeError,
-    AssertionError,
-)  # errors that ops raise on operands they cannot take
+# errors that ops raise on operands they cannot take
+REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 # relative to the largest number compared; dtypes that are not named compare exactly
 TOLERANCE = {
     torch.float64: 1e-9,
