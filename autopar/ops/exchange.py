@@ -55,10 +55,16 @@ Exchanges: TypeAlias = tuple[int, int] | tuple[Exchange, ...]
 
 def read_exchanges(said: Exchanges) -> tuple[Exchange, ...]:
     """The exchanges of an entry, whose short form has the all-reduces in forward and in backward."""
+    exchanges = tuple(exchange for exchange in said if isinstance(exchange, Exchange))
     counts = [count for count in said if isinstance(count, int)]
-    if counts:
-        return tuple(Exchange("all_reduce", way, n) for way, n in zip(WAYS, counts, strict=True) if n)
-    return tuple(exchange for exchange in said if isinstance(exchange, Exchange))
+    if len(exchanges) == len(said):
+        return exchanges
+    if len(counts) != len(said) or len(counts) != len(WAYS):
+        raise BadRule(
+            f"exchanges={said!r} is neither two numbers of all-reduces, forward and backward, nor Exchanges",
+            advice='exchanges=(1, 0), or exchanges=(Exchange("all_gather"),)',
+        )
+    return tuple(Exchange("all_reduce", way, n) for way, n in zip(WAYS, counts, strict=True) if n)
 
 
 def messages_of(exchanges: Iterable[Exchange], n: int) -> Messages:

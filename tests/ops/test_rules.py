@@ -15,7 +15,7 @@ from autopar.graph.graph import TensorType
 from autopar.letters import BadRule
 from autopar.ops.declare import WHOLE
 from autopar.ops.entry import FACTS, OPS, describe, exchanges_of, facts_of
-from autopar.ops.exchange import Exchange, messages_of
+from autopar.ops.exchange import Exchange, messages_of, read_exchanges
 from autopar.ops.local import OpCall
 from autopar.runtime.rehearsal import Rehearsal
 from autopar.sharding.notation import parse
@@ -111,6 +111,12 @@ def test_an_entry_without_its_form_or_what_it_sends_is_an_error(serves, how, sai
 def test_an_exchange_of_no_known_kind_is_an_error(how, said):
     with pytest.raises(BadRule, match=said):
         Exchange(**{"kind": "all_reduce", **how})
+
+
+@pytest.mark.parametrize("said", [(1,), (1, 0, 0), (1, Exchange("all_gather")), "all_gather"])
+def test_exchanges_that_are_neither_two_numbers_nor_values_are_an_error(said):
+    with pytest.raises(BadRule, match="neither two numbers of all-reduces"):
+        read_exchanges(said)
 
 
 @pytest.mark.parametrize(
