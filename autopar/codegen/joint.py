@@ -23,6 +23,7 @@ from autopar.codegen.exchanges import sent_by_ops
 from autopar.codegen.halves import Joint, split
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
+from autopar.codegen.order import check_order
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.codegen.schedule import Half, Read, fetched
 from autopar.codegen.trace import trace
@@ -105,7 +106,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
     halves = split(joint, regathered, states.recomputed)
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
-    _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, regrouped(program))
+    _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, program)
     return replace(halves, sent=sent)
 
 
@@ -151,7 +152,7 @@ def _schedule(
     reads: Mapping[str, Read],
     ways: Mapping[str, str],
     recomputed: Recomputed,
-    regrouped: frozenset[str] = frozenset(),
+    program: LocalProgram,
 ) -> None:
     """Move each half's collectives to run beside compute; `reads` is by the names of primals."""
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
@@ -159,13 +160,15 @@ def _schedule(
         "is_backward": True,
         "kept": stay,
         "recomputed": recomputed,
-        "regrouped": regrouped,
+        "regrouped": regrouped(program),
         "ways": ways,
     }
+    places = {node.name: place for place, node in enumerate(program.fx.nodes)}
     for half in (
-        Half(halves.forward, reads, is_backward=False, outputs=halves.outputs, regrouped=regrouped),
+        Half(halves.forward, reads, is_backward=False, outputs=halves.outputs, regrouped=back["regrouped"]),
         Half(halves.backward, reads, **back),
         Half(halves.hold, reads, **back),
     ):
         run_passes("half", schedule.PASSES, half, schedule.verify, Half.text)
         half.graph.lint()
+        check_order(half, places)

@@ -193,7 +193,14 @@ def reads_of_parameters(graph: Graph, window_bytes: int) -> dict[str, Read]:
     for name, node in graph.parameters.items():
         readers = [place[u] for u in node.users if u in place]
         if readers:
-            window = schedule.of[min(readers)]
+            first = min(readers)
             bucket, *_ = schedule.buckets[node]
-            found[name] = Read(window, bucket, type_of(node).nbytes, node in schedule.stays, travels_alone(node))
+            found[name] = Read(
+                schedule.of[first],
+                bucket,
+                type_of(node).nbytes,
+                (schedule.gather(first).beside, schedule.gather_again(first).beside),
+                node in schedule.stays,
+                travels_alone(node),
+            )
     return found

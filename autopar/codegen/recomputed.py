@@ -14,7 +14,7 @@ import torch.fx as fx
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.local_passes import is_kernel
 from autopar.graph import walks
-from autopar.graph.graph import Graph, info
+from autopar.graph.graph import Graph, info, op_name
 from autopar.solver.plan import Plan
 from autopar.space.saved import kept_by, memories
 
@@ -141,7 +141,7 @@ class _Demands:
         kept = self.keeps.get(op.name, ())
         for node in op.all_input_nodes:
             is_arrival = node in self.found and info(node).kind == "conversion" and op not in self.found
-            if node in self.found and (node.name in kept or is_arrival):
+            if node in self.found and (_origin(node).name in kept or is_arrival):
                 yield node
         if op in self.found and op.name in kept:
             yield op
@@ -163,14 +163,30 @@ class _Demands:
         return made
 
 
+def _origin(node: fx.Node) -> fx.Node:
+    """The value of the graph that a node is, or that conversions made it of."""
+    while "info" in node.meta and info(node).kind == "conversion":
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _keeps(graph: Graph, kind: str) -> dict[str, set[str]]:
-    """Names of the values that the backward of each op reads on a kind of device, by the op's name."""
+    """Names of the values that the backward of each op reads on a kind of device, by the op's name.
+
+    A local program has no node for an identity: its readers read the operand.
+    """
     found: dict[str, set[str]] = {}
     for op in graph.nodes:
         if info(op).kind == "op":
             values, _ = kept_by(op, kind, emitted=True)
-            found[op.name] = {value.name for value in values}
+            found[op.name] = {_behind(value).name for value in values}
     return found
+
+
+def _behind(value: fx.Node) -> fx.Node:
+    while info(value).kind == "op" and op_name(value) == "identity":
+        value = value.all_input_nodes[0]
+    return value
 
 
 def _views(graph: Graph, kind: str) -> set[str]:

@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from autopar.codegen.buffer_reuse import write_over
-from autopar.codegen.buffers import hands_on, numbers_of, read_instead
+from autopar.codegen.buffers import hands_on, is_view, numbers_of, read_instead
 from autopar.codegen.halves import COLLECTIVES
 from autopar.codegen.idle_views import drop_idle_views
 from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED, WANTED
@@ -42,6 +42,8 @@ class Read:
     window: int
     bucket: int
     nbytes: int  # bytes of the whole parameter
+    # the windows beside whose compute it is gathered, in forward and again in backward; None: in line
+    beside: tuple[int | None, int | None] = (None, None)
     stays: bool = False  # whether its gathered copy is kept for backward
     is_alone: bool = False  # whether its gradient shares no bucket
 
@@ -104,7 +106,8 @@ def _instances(half: Half) -> dict[fx.Node, dict[int, fx.Node]]:
     for node in [n for n in half.graph.nodes if n.meta.get(RECOMPUTED)]:
         op = node.meta.get(OP, "")
         follows = {place for operand in node.all_input_nodes for place in instances.get(operand, ())}
-        times = set(wanted[op]) if op in wanted else follows
+        # A view is made of each copy of its operand: the backward of its op may read it behind the last run of that op.
+        times = follows if op not in wanted or (is_view(node) and follows) else set(wanted[op])
         if len(times) < 2:
             node.meta[WANTED] = max(times, default=places.get(op, 0))
             continue
@@ -208,7 +211,7 @@ def gather_ahead(half: Half) -> None:
     made = fetched(half.graph, half.reads)
     places = _places(half, made)
     for (number, count, window), gathers in sorted(_chains(half, made).items(), key=lambda item: item[0][0]):
-        beside = places.get(window + (1 if half.is_backward else -1))
+        beside = places.get(window)
         if beside is None:
             _gather_together(graph, gathers, made)
             continue
@@ -229,7 +232,7 @@ def gather_ahead(half: Half) -> None:
 Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
-def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, list[tuple[fx.Node, int]]]:
+def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int | None, list[tuple[fx.Node, int]]]:
     """The first readers of each window's parameters with whole bytes, in an order that all ranks share."""
     first: dict[str, fx.Node] = {}
     reads: dict[str, Read] = {}
@@ -246,7 +249,7 @@ def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int, list[tuple
         if node.name in half.kept:
             for reader in _readers(node):
                 note(node.name, half.kept[node.name], reader)
-    windows: dict[int, dict[fx.Node, int]] = {}
+    windows: dict[int | None, dict[fx.Node, int]] = {}
     for name, node in first.items():
         of_nodes = windows.setdefault(reads[name].window, {})
         of_nodes[node] = of_nodes.get(node, 0) + reads[name].nbytes
@@ -260,8 +263,8 @@ def _at_share(places: Sequence[tuple[fx.Node, int]], share: float) -> fx.Node:
     return places[min(range(len(places)), key=lambda i: abs(before[i] - goal))][0]
 
 
-def _chains(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, int, int], Gathers]:
-    """The steps that move parameters, by their number in their chain, its length, and the window."""
+def _chains(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, int, int | None], Gathers]:
+    """The steps that move parameters, by their number in their chain, its length, and the window beside them."""
     number: dict[fx.Node, int] = {}  # a step's place in its chain
     count: dict[fx.Node, int] = {}  # length of a step's chain
     for node in made:  # Recomputed steps are left out: they stay one by one, where they are wanted.
@@ -271,10 +274,11 @@ def _chains(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[tuple[int, int,
                 number[node] = len(before)
                 for n in (node, *before):
                     count[n] = max(number[node] + 1, count.get(n, 0))
-    found: dict[tuple[int, int, int], Gathers] = {}
+    found: dict[tuple[int, int, int | None], Gathers] = {}
     for node, place in number.items():
         read = half.reads[made[node].name]
-        found.setdefault((place, count[node], read.window), {})[node] = (read.window, read.bucket)
+        window = read.beside[half.is_backward]
+        found.setdefault((place, count[node], window), {})[node] = (read.window, read.bucket)
     return found
 
 

@@ -292,15 +292,15 @@ class _OfGathers:
             made = bytes_.by_flows(wiring.edges[k], type_of(value)).made
             if not bytes_.is_any(made):
                 continue
-            is_one = schedule.together(parameter, now, again=False)
-            time = schedule.taken(parameter, now) if is_one else now
-            beside = found[k].between_steps if is_one else found[k].beside_value
+            transit = schedule.gather(now, parameter)
+            time = transit.ends if transit.is_shared else now
+            beside = found[k].between_steps if transit.is_shared else found[k].beside_value
             self.gathers.append(_Gather(k, source, time, made, (), beside))
             again, needs = wiring.sites[source].regathered, lifetimes.needs(value, taker)
             if any(again) and parameter not in schedule.stays and needs >= clock.n:
-                is_one = schedule.together(parameter, now, again=True)
-                time = max(now + 1, schedule.taken_again(parameter, now)) if is_one else needs
-                beside = found[k].between_steps if is_one else found[k].beside_value
+                transit = schedule.gather_again(now, parameter)
+                time = max(now + 1, transit.ends) if transit.is_shared else needs
+                beside = found[k].between_steps if transit.is_shared else found[k].beside_value
                 self.gathers.append(_Gather(k, source, time, made, again, beside))
 
     def over(self, taken: Taken) -> np.ndarray:

@@ -176,12 +176,12 @@ class EdgePieces:
         again = () if parameter in schedule.stays else self._regathered(passage, parameter)
         if info(passage.taker).chunks > 1:  # backward of a chunk follows its forward: the copy is there for all of them
             again = ()
-        begins = schedule.gathered(parameter, now)
+        transit = schedule.gather(now, parameter)
         arrived, copied = self.bytes.once("arrived", (made, sent), lambda: _divided_by(sent > 0, made))
-        self._copies(passage, arrived, begins, needed, again, is_ahead=True)
+        self._copies(passage, arrived, transit.begins, needed, again, is_ahead=True)
         self._copies(passage, copied, now, needed, again, is_ahead=False)  # the copy in memory order
-        if schedule.together(parameter, now, again=False):
-            self._message(passage, sent, arrived, begins, schedule.taken(parameter, now))
+        if transit.is_shared:
+            self._message(passage, sent, arrived, transit.begins, transit.ends)
 
     def _copies(
         self, passage: _Passage, made: np.ndarray, begins: int, needed: int, again: tuple[bool, ...], is_ahead: bool
@@ -211,17 +211,17 @@ class EdgePieces:
 
     def _gathered_again(self, passage: _Passage, dropped: np.ndarray, is_ahead: bool) -> None:
         """Add the copy that is gathered again for backward, if backward reads it; an embedding's does not."""
-        schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
+        transit = self.schedule.gather_again(passage.now, self.owners[passage.value])
         needs = self.lifetimes.needs(passage.value, passage.taker)
         if needs < self.clock.n:
             return
         last = min(passage.back, needs)
-        begins = max(now + 1, schedule.gathered_again(parameter, now)) if is_ahead else last
+        begins = max(passage.now + 1, transit.begins) if is_ahead else last
         self._put("gathered parameters", passage, dropped, begins, last)
-        if is_ahead and schedule.together(parameter, now, again=True):
+        if is_ahead and transit.is_shared:
             whole = passage.bytes.sent
             sent = self.bytes.once("sent", (dropped, whole), lambda: np.where(dropped > 0, whole, 0.0))
-            self._message(passage, sent, dropped, begins, schedule.taken_again(parameter, now))
+            self._message(passage, sent, dropped, begins, transit.ends)
 
     def _message(self, passage: _Passage, sent: np.ndarray, made: np.ndarray, begins: int, taken: int) -> None:
         """Add the buffers of a gather of several parameters in one message.
@@ -242,7 +242,7 @@ class EdgePieces:
         owner, back = self.owners[passage.value], passage.back
         if owner not in self.buckets.closes:
             return
-        full, reduced = self.buckets.closes[owner], self.schedule.reduced(passage.now)
+        full, reduced = self.buckets.closes[owner], self.schedule.reduction(passage.now).ends
         tables, width = passage.bytes, type_of(owner).itemsize / passage.type.itemsize
         whole, stored, cut = self.bytes.once(("settles", width), (tables,), lambda: _settling(tables, width))
         pair = self.bytes.once("sums", (tables,), lambda: np.where(tables.is_sum, tables.unreduced, 0.0)), stored

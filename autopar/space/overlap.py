@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.once import Once
-from autopar.space.schedule import Schedule
+from autopar.space.schedule import Schedule, Transit
 from autopar.space.setting import Setting
 from autopar.space.space import Edge, Site
 from autopar.space.windows import Window
@@ -47,20 +47,19 @@ def windows_of(
     tables = _WindowTables(setting.cluster.hidden)
     moved: dict[OpsBeside, list[tuple[int, np.ndarray]]] = {}
 
-    def put(window: int, way: str, every: bool, edge: int, table: np.ndarray) -> None:
-        if tables.hidden and table.any() and 0 <= window < len(schedule.spans):
-            moved.setdefault(OpsBeside(window, way, every), []).append((edge, tables.share(table)))
+    def put(transit: Transit, way: str, every: bool, edge: int, table: np.ndarray) -> None:
+        if tables.hidden and table.any() and transit.beside is not None:
+            moved.setdefault(OpsBeside(transit.beside, way, every), []).append((edge, tables.share(table)))
 
     for k, (op, gather, reduction) in movements.items():
-        w = schedule.of[op]
         source = sites[edges[k].source]
         again = tables.part(edges[k], source.regathered, gather)
-        put(w - 1, "forward", False, k, gather)
-        put(w - 1, "forward", True, k, again)
-        put(w + 1, "backward", False, k, again)
-        put(w + 1, "backward", True, k, again)
-        put(w - 1, "backward", False, k, reduction)
-        put(w - 1, "backward", True, k, tables.part(edges[k], source.scattered, reduction))
+        put(schedule.gather(op), "forward", False, k, gather)
+        put(schedule.gather(op), "forward", True, k, again)
+        put(schedule.gather_again(op), "backward", False, k, again)
+        put(schedule.gather_again(op), "backward", True, k, again)
+        put(schedule.reduction(op), "backward", False, k, reduction)
+        put(schedule.reduction(op), "backward", True, k, tables.part(edges[k], source.scattered, reduction))
     found = []
     for beside, communication in sorted(moved.items(), key=lambda item: item[0]):
         if beside.every and setting.passes == 1:

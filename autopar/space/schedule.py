@@ -23,6 +23,16 @@ NEVER = -1  # marks a parameter that no backward reads by itself, because its re
 
 
 @dataclass(frozen=True, slots=True)
+class Transit:
+    """How a parameter or its gradient travels: prices, bytes and emitted code read the same."""
+
+    beside: int | None  # the window whose compute hides it; None where it is in line
+    begins: int  # the time at which its message begins
+    ends: int  # the time at which what it brings has arrived
+    is_shared: bool = True  # whether its message may hold others
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """The windows of a forward, and the times at which the parameters they read move."""
 
@@ -52,40 +62,32 @@ class Schedule:
         found = {p: _joined(spans[number]) for p, (number, _) in self.members.items() if p in parameters}
         return replace(self, buckets={**self.buckets, **found})
 
-    def _bucket(self, parameter: fx.Node, op: int) -> Span:
+    def gather(self, op: int, parameter: fx.Node | None = None) -> Transit:
+        """How a parameter that this op reads is gathered: while the window before computes."""
+        w = self.of[op]
+        if w:
+            return Transit(w - 1, self.spans[w - 1][0], self.spans[w][0])
+        first, last = self._bucket(parameter, op)
+        return Transit(None, first, first, is_shared=first < last)
+
+    def gather_again(self, op: int, parameter: fx.Node | None = None) -> Transit:
+        """How it is gathered again for backward: while the backward of the window behind computes."""
+        back, w = 2 * len(self.of) - 1, self.of[op]
+        if w + 1 < len(self.spans):
+            return Transit(w + 1, back - self.ends[w + 1], back - self.spans[w][1])
+        first, last = self._bucket(parameter, op)
+        return Transit(None, back - last, back - last, is_shared=first < last)
+
+    def reduction(self, op: int) -> Transit:
+        """How the gradient that this op gives is reduced, alone: while the backward of the window before computes."""
+        back, w = 2 * len(self.of) - 1, self.of[op]
+        if w:
+            return Transit(w - 1, back - op, back - self.spans[w - 1][0])
+        return Transit(None, back - op, back - op)
+
+    def _bucket(self, parameter: fx.Node | None, op: int) -> Span:
         """The ops that read a parameter's bucket; `op` itself for a parameter that no op reads."""
-        return self.buckets.get(parameter, (op, op))
-
-    def gathered(self, parameter: fx.Node, op: int) -> int:
-        """The time from which a parameter that this op reads is gathered: when the window before begins."""
-        w = self.of[op]
-        return self.spans[w - 1][0] if w else self._bucket(parameter, op)[0]
-
-    def gathered_again(self, parameter: fx.Node, op: int) -> int:
-        """The time from which it is gathered again: when the backward of the next window begins."""
-        n, w = len(self.of), self.of[op]
-        last = self.ends[w + 1] if w + 1 < len(self.spans) else self._bucket(parameter, op)[1]
-        return 2 * n - 1 - last
-
-    def taken(self, parameter: fx.Node, op: int) -> int:
-        """The time at which the message of this op's parameters has arrived."""
-        return self.spans[self.of[op]][0] if self.of[op] else self._bucket(parameter, op)[0]
-
-    def taken_again(self, parameter: fx.Node, op: int) -> int:
-        """The time at which the message of this op's parameters has arrived again, for backward."""
-        n, w = len(self.of), self.of[op]
-        last = self.spans[w][1] if w + 1 < len(self.spans) else self._bucket(parameter, op)[1]
-        return 2 * n - 1 - last
-
-    def together(self, parameter: fx.Node, op: int, again: bool) -> bool:
-        """Whether a parameter shares the message of its gather with others."""
-        alone = self.of[op] == (len(self.spans) - 1 if again else 0)
-        return not alone or self._bucket(parameter, op)[0] < self._bucket(parameter, op)[1]
-
-    def reduced(self, op: int) -> int:
-        """The time at which the gradient that this op gives is reduced."""
-        w = self.of[op]
-        return 2 * len(self.of) - 1 - (self.spans[w - 1][0] if w else op)
+        return (op, op) if parameter is None else self.buckets.get(parameter, (op, op))
 
 
 def schedule_of(ops: Sequence[fx.Node], least: int = BUCKET) -> Schedule:
