@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from autopar.letters import NotServed
 from autopar.ops.entry import Line, op
 from autopar.ops.local import Form, Here, OpCall, cuts, start_here
-from autopar.ops.spelling import parse
+from autopar.ops.rows import parse
 from autopar.runtime import forms
 from autopar.runtime.attention import causal_attention_part
 from autopar.runtime.private import plays_all_ranks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions.dirichlet import _Dirichlet
 
-from autopar.ops.entry import FILLED, OPS, Apply, Op, T, op, translates
+from autopar.ops.entry import FILLED, OPS, Apply, Op, T, each, op, translates
 from autopar.ops.factories import filled, with_dtype
 from autopar.ops.local import Form, Here, OpCall, local_output, places, places_of_output
 from autopar.runtime import forms
@@ -130,11 +130,6 @@ def of_each(form: Callable[..., Any]) -> Callable[..., Form]:
     return made
 
 
-def chosen(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """The local form of Bernoulli draws by position."""
-    return forms.bernoulli_by_position, {**kwargs, **places_of_output(here, call)}
-
-
 def picked(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """The local form of multinomial draws, by position of the row."""
     return forms.multinomial_by_position, {
@@ -216,33 +211,16 @@ op(
     # bits: three of 32 at a time, before the mask and the result are there
     work=("points*Max(0, 11 - itemsize)", "0"),
 )
-for name in ("dropout1d", "dropout2d", "dropout3d"):
-    op(
-        name,
-        getattr(F, name),
-        "input:T, p=0.5, training=True, inplace=False",
-        rule=ONE,
-        linear="x",
-        form=channels_dropped,
-        draws=True,
-    )
-for name in ("alpha_dropout", "feature_alpha_dropout"):
-    op(
-        name,
-        getattr(F, name),
-        "input:T, p=0.5, training=False, inplace=False",
-        rule=ONE,
-        form=channels_dropped,
-        draws=True,
-    )
+CHANNELS: dict[str, Any] = dict(homes=[F], rule=ONE, form=channels_dropped, draws=True)
+each("dropout1d dropout2d dropout3d", "input:T, p=0.5, training=True, inplace=False", linear="x", **CHANNELS)
+each("alpha_dropout feature_alpha_dropout", "input:T, p=0.5, training=False, inplace=False", **CHANNELS)
 op(
     "bernoulli",
     bernoulli,
     "input:T, p:T=None",
-    (torch.bernoulli, "input, p=None"),
-    (T.bernoulli, "input, p=None"),
+    (torch.bernoulli, T.bernoulli, "input, p=None"),
     rule="..., ... -> ...",
-    form=chosen,
+    form=of_each(forms.bernoulli_by_position),
     draws=True,
     overwrites=True,
 )
@@ -273,7 +251,7 @@ op(
     "multinomial",
     torch.multinomial,
     "input:T, num_samples, replacement=False",
-    *((f, "input, num_samples, replacement=False, generator=None") for f in (torch.multinomial, T.multinomial)),
+    (torch.multinomial, T.multinomial, "input, num_samples, replacement=False, generator=None"),
     rule="... c! -> ... n!",
     form=picked,
     draws=True,

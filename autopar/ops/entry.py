@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -217,13 +217,14 @@ TRANSLATED: dict[Callable[..., Any], Translator] = {}
 # a method that fills a tensor with draws: the op that makes a new one, and the names of its two numbers
 FILLED: dict[str, tuple[str, tuple[str, ...]]] = {}
 T = Tensor
-Spelled = Callable[..., Any] | tuple[Callable[..., Any], str]
+# A function with the op's signature, or functions and then their own: `(torch.clone, T.clone, "input, memory_format")`.
+Spelled = Callable[..., Any] | tuple[Any, ...]
 
 
 def op(
     name: str, call: Callable[..., Any], signature: str, *spellings: Spelled, writes: str = "", **facts: Any
 ) -> None:
-    """Add an op with its spellings; a spelling with a signature of its own is a pair.
+    """Add an op with its spellings; those with a signature of their own are a tuple that ends in it.
 
     The names in such a signature are those of the op.
     """
@@ -239,10 +240,10 @@ def op(
         WRITES[name] = OPS[pure], written, flag
 
 
-def spell(name: str, *spellings: tuple[Callable[..., Any], str]) -> None:
-    """Add functions that mean an op, each with its own signature in the op's names."""
-    for function, signature in spellings:
-        SPELLINGS[function] = OPS[name], read_signature(signature)
+def spell(name: str, *spellings: tuple[Any, ...]) -> None:
+    """Add functions that mean an op, tuples of them that end in a signature in the op's names."""
+    for *functions, signature in spellings:
+        SPELLINGS.update((function, (OPS[name], read_signature(signature))) for function in functions)
 
 
 def translates(*functions: Callable[..., Any]) -> Callable[[Translator], Translator]:
@@ -255,10 +256,10 @@ def translates(*functions: Callable[..., Any]) -> Callable[[Translator], Transla
     return register
 
 
-def each(names: str, signature: str = "input:T", **facts: Any) -> None:
-    """Add ops that have the same name in torch, Tensor and torch.nn.functional."""
+def each(names: str, signature: str = "input:T", homes: Sequence[Any] = (torch, F, T), **facts: Any) -> None:
+    """Add ops that have the same name in torch, Tensor and torch.nn.functional, or in other homes."""
     for name in names.split():
-        first, *others = (getattr(home, name) for home in (torch, F, T) if hasattr(home, name))
+        first, *others = (getattr(home, name) for home in homes if hasattr(home, name))
         op(name, first, signature, *others, **facts)
 
 

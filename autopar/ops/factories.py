@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.ops.entry import Op, T, op
 from autopar.ops.local import Form, Here, OpCall, cuts, local_output
-from autopar.ops.spelling import parse
+from autopar.ops.rows import parse
 from autopar.runtime import forms
 from autopar.sharding.notation import Rule
 
@@ -23,11 +23,6 @@ def full_like(input: Tensor, fill_value: float, dtype: torch.dtype | None = None
 def filled(arguments: Mapping[str, Any]) -> Rule:
     """The rule of a constant, or of draws by position: each device makes its own part."""
     return parse(f"nothing -> {' '.join(f'a{i}*' for i in range(len(arguments['size'])))}")
-
-
-def arange(arguments: Mapping[str, Any]) -> Rule:
-    """The rule of a count: each device counts from where its part begins."""
-    return parse("nothing -> a*")
 
 
 def part_of_count(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -55,7 +50,7 @@ op(
     torch.arange,
     "start, end, step=1, *, dtype=None",
     (torch.arange, "*bounds, dtype=None, **how"),
-    rule=arange,
+    rule="nothing -> a*",
     serves="*",
     form=part_of_count,
     counts=".*",
@@ -112,12 +107,11 @@ for name in ("zeros", "ones", "empty"):
         keeps="",
         reach=reach,
     )
-spelled = (torch.tensor, "data, *, dtype=None, **how")
 op(
     "tensor",
     torch.tensor,
     "data, *, dtype=None",
-    spelled,
+    (torch.tensor, "data, *, dtype=None, **how"),
     keeps="",
     settle=with_dtype,
     reach="from nothing",

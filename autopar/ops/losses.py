@@ -8,25 +8,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.ops.entry import op
+from autopar.ops.entry import RuleFunction, each, op
 from autopar.ops.local import Form, Here, OpCall, cuts
-from autopar.ops.spelling import parse
+from autopar.ops.rows import Row, parse, rule_from
 from autopar.runtime import forms
 from autopar.runtime.ctc import ctc_losses
 from autopar.sharding.notation import Rule
 
 
-def pointwise_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """Without its reduction, which is the canonical form, the loss is pointwise; else None."""
-    if arguments.get("reduction", "mean") != "none":
-        return None
-    return parse(
-        "..., ..., ..., ... -> ..."
-        if "logits" in arguments["op"]
-        else "..., ... -> ..."
-        if arguments["op"] in ("smooth_l1_loss", "soft_margin_loss", "kl_div")
-        else "..., ..., ... -> ..."
-    )
+def unreduced(line: str, rank: int | None = None) -> RuleFunction:
+    """Make the rule function of a loss without its reduction, which is the canonical form; None with it.
+
+    A `rank` is that of a batch: None without one, where torch has rules of its own.
+    """
+
+    def rule(arguments: Mapping[str, Any]) -> Rule | None:
+        is_batch = rank in (None, len(arguments["input"].shape))
+        return parse(line) if is_batch and arguments.get("reduction", "mean") == "none" else None
+
+    return rule
 
 
 def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
@@ -35,20 +35,29 @@ def cross_entropy(arguments: Mapping[str, Any]) -> Rule | None:
     On a cut vocabulary the log-sum-exp counts once, and the target's logit on the device that has it. Without its
     reduction each token is by itself, and its classes stay whole.
     """
-    logits = arguments["input"]
-    target = arguments["target"]
-    reduction = arguments.get("reduction", "mean")
-    if (
-        reduction == "mean"
-        or "int" not in target.dtype
-        or len(logits.shape) < 2
-        or any(arguments.get(k) is not None for k in ("size_average", "reduce"))
-    ):
+    if "int" not in arguments["target"].dtype:
         return None
-    rest = " ".join(f"a{i}" for i in range(len(logits.shape) - 2))
-    if reduction == "none":
-        return parse(f"n c! {rest}, n {rest}, c! -> n {rest}")
-    return parse(f"n c~ {rest}, n {rest}, c~ -> ")
+    is_sum = arguments.get("reduction", "mean") == "sum"
+    return _over_classes(arguments, "c~" if is_sum else "c!")
+
+
+def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
+    """The rule of log-probabilities by class, summed over rows or kept by row; None for a mean.
+
+    Rows may be cut; a sum over cut rows is a P(sum).
+    """
+    return _over_classes(arguments, "c!", linear="x")
+
+
+def _over_classes(arguments: Mapping[str, Any], classes: str, linear: str = "") -> Rule | None:
+    """The rule of a loss by classes, the second dim of its input; None for a mean and for one row."""
+    reduction = arguments.get("reduction", "mean")
+    row = Row.of(arguments["input"])
+    is_old = any(arguments.get(k) is not None for k in ("size_average", "reduce"))
+    if reduction == "mean" or len(row) < 2 or is_old:
+        return None
+    target = row.without(1)
+    return rule_from([row.replaced(1, classes), target, [classes]], [() if reduction == "sum" else target], linear)
 
 
 def classes_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -75,65 +84,30 @@ def ctc_loss(arguments: Mapping[str, Any]) -> Rule:
     return parse("t! n c!, n s!, n, n -> n", linear="")
 
 
-def nll_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """The rule of log-probabilities by class, summed over rows or kept by row; None for a mean.
-
-    Rows may be cut; a sum over cut rows is a P(sum).
-    """
-    reduction = arguments.get("reduction", "mean")
-    if (
-        reduction == "mean"
-        or len(arguments["input"].shape) < 2
-        or any(arguments.get(k) is not None for k in ("size_average", "reduce"))
-    ):
-        return None
-    rest = " ".join(f"a{i}" for i in range(len(arguments["input"].shape) - 2))
-    return parse(f"n c! {rest}, n {rest}, c! -> {'' if reduction == 'sum' else f'n {rest}'}", linear="x")
-
-
-def margin_loss(arguments: Mapping[str, Any]) -> Rule | None:
-    """Without its reduction rows may be cut; else None."""
-    if arguments.get("reduction", "mean") != "none" or len(arguments["input"].shape) != 2:
-        return None
-    if arguments["op"] == "multilabel_margin_loss":
-        return parse("n c!, n c! -> n")
-    return parse("n c!, n, c! -> n")
-
-
 OLD = "size_average=None, reduce=None, reduction='mean'"  # two names that torch still takes, and what they became
-op(
-    "mse_loss",
-    F.mse_loss,
-    f"input:T, target:T, {OLD}, weight:T=None",
-    rule=pointwise_loss,
-    loss=True,
-    keeps="input target",
-)
-op("l1_loss", F.l1_loss, f"input:T, target:T, {OLD}, weight:T=None", rule=pointwise_loss, loss=True)
-op("smooth_l1_loss", F.smooth_l1_loss, f"input:T, target:T, {OLD}, beta=1.0", rule=pointwise_loss, loss=True)
-op(
-    "huber_loss",
-    F.huber_loss,
-    "input:T, target:T, reduction='mean', delta=1.0, weight:T=None",
-    rule=pointwise_loss,
-    loss=True,
-)
-op("soft_margin_loss", F.soft_margin_loss, f"input:T, target:T, {OLD}", rule=pointwise_loss, loss=True)
-op("kl_div", F.kl_div, f"input:T, target:T, {OLD}, log_target=False", rule=pointwise_loss, loss=True)
-op(
-    "binary_cross_entropy",
-    F.binary_cross_entropy,
-    f"input:T, target:T, weight:T=None, {OLD}",
-    rule=pointwise_loss,
-    loss=True,
-)
-op(
+LOSS: dict[str, Any] = dict(homes=[F], loss=True)
+OF_TWO = unreduced("..., ... -> ...")
+OF_THREE = unreduced("..., ..., ... -> ...")
+each("mse_loss", f"input:T, target:T, {OLD}, weight:T=None", rule=OF_THREE, keeps="input target", **LOSS)
+each("l1_loss", f"input:T, target:T, {OLD}, weight:T=None", rule=OF_THREE, **LOSS)
+each("smooth_l1_loss", f"input:T, target:T, {OLD}, beta=1.0", rule=OF_TWO, **LOSS)
+each("huber_loss", "input:T, target:T, reduction='mean', delta=1.0, weight:T=None", rule=OF_THREE, **LOSS)
+each("soft_margin_loss", f"input:T, target:T, {OLD}", rule=OF_TWO, **LOSS)
+each("kl_div", f"input:T, target:T, {OLD}, log_target=False", rule=OF_TWO, **LOSS)
+each("binary_cross_entropy", f"input:T, target:T, weight:T=None, {OLD}", rule=OF_THREE, **LOSS)
+each(
     "binary_cross_entropy_with_logits",
-    F.binary_cross_entropy_with_logits,
     f"input:T, target:T, weight:T=None, {OLD}, pos_weight:T=None",
-    rule=pointwise_loss,
-    loss=True,
+    rule=unreduced("..., ..., ..., ... -> ..."),
+    **LOSS,
 )
+each(
+    "multi_margin_loss",
+    f"input:T, target:T, p=1, margin=1.0, weight:T=None, {OLD}",
+    rule=unreduced("n c!, n, c! -> n", rank=2),
+    **LOSS,
+)
+each("multilabel_margin_loss", f"input:T, target:T, {OLD}", rule=unreduced("n c!, n c! -> n", rank=2), **LOSS)
 op(
     "cross_entropy",
     F.cross_entropy,
@@ -158,14 +132,6 @@ op(
     rule=nll_loss,
     reach="classes",
 )
-op(
-    "multi_margin_loss",
-    F.multi_margin_loss,
-    f"input:T, target:T, p=1, margin=1.0, weight:T=None, {OLD}",
-    rule=margin_loss,
-    loss=True,
-)
-op("multilabel_margin_loss", F.multilabel_margin_loss, f"input:T, target:T, {OLD}", rule=margin_loss, loss=True)
 op(
     "ctc_loss",
     ctc_losses,

@@ -11,28 +11,26 @@ import torch.nn.functional as F
 from autopar.ops.entry import op
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.products import grouped
-from autopar.ops.spelling import parse, whole_dims
+from autopar.ops.rows import Row, rule_from, whole_dims
 from autopar.runtime import forms, private
 from autopar.sharding.notation import Rule
 
 
-def layer_norm(arguments: Mapping[str, Any]) -> Rule:
+def over_last_dims(arguments: Mapping[str, Any]) -> Rule:
     """The normalised dims stay whole; every leading dim may be cut."""
-    whole = " ".join(f"d{i}!" for i in range(len(arguments["normalized_shape"])))
-    return parse(f"... {whole}, {whole}, {whole} -> ... {whole}", linear="y+z")
-
-
-def rms_norm(arguments: Mapping[str, Any]) -> Rule:
-    whole = " ".join(f"d{i}!" for i in range(len(arguments["normalized_shape"])))
-    return parse(f"... {whole}, {whole} -> ... {whole}", linear="y")
+    whole = whole_dims("d", len(arguments["normalized_shape"]))
+    row = ["...", *whole]
+    if arguments["op"] == "rms_norm":
+        return rule_from([row, whole], [row], linear="y")
+    return rule_from([row, whole, whole], [row], linear="y+z")
 
 
 def group_norm(arguments: Mapping[str, Any]) -> Rule:
     """Rows and groups may be cut; the channels of a group and positions stay whole."""
-    inside = arguments["input"].shape[1] // arguments["num_groups"]
-    c = f"(g c:{inside}!)"
-    s = _spatial(len(arguments["input"].shape), 2, "s")
-    return parse(f"n {c} {s}, {c}, {c} -> n {c} {s}", linear="y+z")
+    given = arguments["input"].shape
+    channels = f"(g c:{given[1] // arguments['num_groups']}!)"
+    row = ["n", channels, *whole_dims("s", len(given) - 2)]
+    return rule_from([row, [channels], [channels]], [row], linear="y+z")
 
 
 def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
@@ -41,28 +39,27 @@ def batch_norm(arguments: Mapping[str, Any]) -> Rule | None:
     In training the local form sums statistics over the whole batch. With running statistics batch norm is a scale of
     each channel, and positions and batch are cut without a local form.
     """
-    training = arguments.get("training", False)
-    rank = len(arguments["input"].shape)
-    mark = "^" if training else ""
-    if rank < 2:
+    row = Row.of(arguments["input"])
+    if len(row) < 2:
         return None
-    rest = " ".join(f"s{i}{mark}" for i in range(rank - 2))
-    row = f"n{mark} c {rest}"
-    return parse(
-        f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}",
-        linear="u+v" if len(arguments["outputs"]) == 1 else "",
-    )
+    if arguments.get("training", False):
+        row = row.marked(None, "^")
+    return _of_channels(arguments, row)
 
 
 def instance_norm(arguments: Mapping[str, Any]) -> Rule:
     """Rows and channels may be cut; with running statistics, which are of all rows, only channels."""
-    s = _spatial(len(arguments["input"].shape), 2, "s")
-    updates = len(arguments["outputs"]) > 1
-    row = f"{'n!' if updates else 'n'} c {s}"
-    return parse(
-        f"{row}, c, c, c, c -> {', '.join([row, 'c', 'c'][: len(arguments['outputs'])])}",
-        linear="" if updates else "u+v",
-    )
+    row = Row.of(arguments["input"]).whole()
+    if len(arguments["outputs"]) == 1:
+        row = row.replaced(0, "n")
+    return _of_channels(arguments, row)
+
+
+def _of_channels(arguments: Mapping[str, Any], row: Row) -> Rule:
+    """The rule of a norm by channel with this row of dims; updated statistics are outputs too."""
+    row = row.replaced(1, "c")
+    updated = len(arguments["outputs"]) - 1
+    return rule_from([row, *[["c"]] * 4], [row, *[["c"]] * updated], linear="" if updated else "u+v")
 
 
 def weight_norm(arguments: Mapping[str, Any]) -> Rule:
@@ -71,16 +68,10 @@ def weight_norm(arguments: Mapping[str, Any]) -> Rule:
     dim=-1, in torch, means one length of all: a single number, and all dims stay whole.
     """
     dim = arguments.get("dim", 0)
-    rank = len(arguments["v"].shape)
-    v = whole_dims("a", rank)
-    g = whole_dims("g", len(arguments["g"].shape))
+    rows = [Row(whole_dims(name, len(arguments[name].shape))) for name in ("v", "g")]
     if dim != -1:
-        v[dim] = g[dim] = "o"
-    return parse(f"{' '.join(v)}, {' '.join(g)} -> {' '.join(v)}", linear="y")
-
-
-def _spatial(rank: int, first: int, letter: str) -> str:
-    return " ".join(f"{letter}{i}!" for i in range(rank - first))
+        rows = [row.replaced(dim, "o") for row in rows]
+    return rule_from(rows, rows[:1], linear="y")
 
 
 def statistics_of_all(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -103,7 +94,7 @@ op(
     "layer_norm",
     F.layer_norm,
     "input:T, normalized_shape, weight:T=None, bias:T=None, eps=1e-05",
-    rule=layer_norm,
+    rule=over_last_dims,
     second_size=(0, -1),
     keeps="input weight",
     makes=dict(cuda="8*rows", cpu="2*rows*itemsize"),
@@ -112,7 +103,7 @@ op(
     "rms_norm",
     F.rms_norm,
     "input:T, normalized_shape, weight:T=None, eps=None",
-    rule=rms_norm,
+    rule=over_last_dims,
     second_size=(0, -1),
     keeps="input weight",
     makes=dict(cuda="4*rows", cpu="rows*itemsize + points*itemsize"),

@@ -8,17 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 
 from autopar.ops.entry import each, op
-from autopar.ops.spelling import letters_of, parse, pooled, same_dims, whole_dims
+from autopar.ops.rows import Row, along, parse, resized, rule_from, whole_dims
 from autopar.sharding.notation import Rule
-
-
-def mean_of_positions(arguments: Mapping[str, Any]) -> Rule:
-    """Batch and channels may be cut; a mean of positions is linear."""
-    return pooled(arguments, "x")
-
-
-def largest_of_positions(arguments: Mapping[str, Any]) -> Rule:
-    return pooled(arguments, "")
 
 
 def pixel_shuffle(arguments: Mapping[str, Any]) -> Rule:
@@ -27,18 +18,17 @@ def pixel_shuffle(arguments: Mapping[str, Any]) -> Rule:
     return parse(f"... (c a:{r}! b:{r}!) h w -> ... c (h a:{r}!) (w b:{r}!)", linear="x")
 
 
-def largest_and_where(arguments: Mapping[str, Any]) -> Rule:
-    """Batch and channels may be cut, positions stay whole."""
-    return pooled(arguments, "")
+def interpolate(arguments: Mapping[str, Any]) -> Rule:
+    """Batch and channels may be cut; positions stay whole."""
+    return resized(range(2, len(arguments["input"].shape)), linear="x")(arguments)
 
 
 def unpooled(arguments: Mapping[str, Any]) -> Rule:
     """Batch and channels may be cut, positions stay whole: indices count in each image by itself."""
-    rank = len(arguments["input"].shape)
-    spatial = int(arguments["op"][-2])
-    leading = [f"a{i}" for i in range(rank - spatial)]
-    row = " ".join([*leading, *whole_dims("s", spatial)])
-    return parse(f"{row}, {row} -> {' '.join([*leading, *whole_dims('t', spatial)])}", linear="x")
+    row = Row.of(arguments["input"])
+    positions = range(-int(arguments["op"][-2]), 0)
+    given = row.resized(positions, "in")
+    return rule_from([given, given], [row.resized(positions, "out")], linear="x")
 
 
 def pixel_unshuffle(arguments: Mapping[str, Any]) -> Rule:
@@ -47,18 +37,12 @@ def pixel_unshuffle(arguments: Mapping[str, Any]) -> Rule:
     return parse(f"... c (h a:{r}!) (w b:{r}!) -> ... (c a:{r}! b:{r}!) h w", linear="x")
 
 
-def channel_shuffle(arguments: Mapping[str, Any]) -> Rule:
-    """Channels stay whole, as they are permuted; all other dims may be cut."""
-    letters = letters_of(arguments["input"])
-    return same_dims(letters, {1}, "x")
-
-
 def grid_sample(arguments: Mapping[str, Any]) -> Rule:
     """Batch, channels and sampled places may be cut; the positions of images stay whole."""
     spatial = len(arguments["input"].shape) - 2
-    maps = " ".join(whole_dims("s", spatial))
-    places = " ".join(f"p{i}" for i in range(spatial))
-    return parse(f"n c {maps}, n {places} xy! -> n c {places}", linear="x")
+    places = [f"p{i}" for i in range(spatial)]
+    maps = ["n", "c", *whole_dims("s", spatial)]
+    return rule_from([maps, ["n", *places, "xy!"]], [["n", "c", *places]], linear="x")
 
 
 def affine_grid(arguments: Mapping[str, Any]) -> Rule | None:
@@ -67,50 +51,22 @@ def affine_grid(arguments: Mapping[str, Any]) -> Rule | None:
     return parse(f"n! r! c! -> n! {' '.join(whole_dims('p', spatial))} xy!", linear="x")
 
 
-POOL = "input:T, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False"
+POOL = "input:T, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False"
 MEAN = "input:T, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True"
-each("avg_pool1d", MEAN, rule=mean_of_positions, keeps="input", windows=True)
-each("avg_pool2d avg_pool3d", f"{MEAN}, divisor_override=None", rule=mean_of_positions, keeps="input", windows=True)
 for d in (1, 2, 3):
+    # batch and channels may be cut, positions stay whole; a mean of positions is linear
+    mean: dict[str, Any] = dict(rule=resized(range(-d, 0), linear="x"), keeps="input")
+    largest: dict[str, Any] = dict(rule=resized(range(-d, 0)), homes=[F])
     # the places of the largest are kept, in eight bytes each
-    places_kept = dict(cuda="8*out_points", cpu="8*out_points")
-    op(
-        f"max_pool{d}d",
-        getattr(F, f"max_pool{d}d"),
-        POOL,
-        rule=largest_of_positions,
-        keeps="input",
-        makes=places_kept,
-        windows=True,
-    )
-    op(
-        f"adaptive_avg_pool{d}d",
-        getattr(F, f"adaptive_avg_pool{d}d"),
-        "input:T, output_size",
-        rule=mean_of_positions,
-        keeps="input",
-    )
-    op(
-        f"adaptive_max_pool{d}d",
-        getattr(F, f"adaptive_max_pool{d}d"),
-        "input:T, output_size, return_indices=False",
-        rule=largest_and_where,
-    )
-    op(
-        f"max_pool{d}d_with_indices",
-        getattr(F, f"max_pool{d}d_with_indices"),
-        POOL.replace("indices=False", "indices=True"),
-        rule=largest_and_where,
-    )
-    op(
-        f"adaptive_max_pool{d}d_with_indices",
-        getattr(F, f"adaptive_max_pool{d}d_with_indices"),
-        "input:T, output_size, return_indices=True",
-        rule=largest_and_where,
-    )
-    op(
+    kept: dict[str, Any] = dict(keeps="input", makes=dict(cuda="8*out_points", cpu="8*out_points"), windows=True)
+    each(f"avg_pool{d}d", MEAN + ("" if d == 1 else ", divisor_override=None"), windows=True, **mean)
+    each(f"adaptive_avg_pool{d}d", "input:T, output_size", homes=[F], **mean)
+    each(f"max_pool{d}d", f"{POOL}, return_indices=False", **largest, **kept)
+    each(f"max_pool{d}d_with_indices", f"{POOL}, return_indices=True", **largest)
+    each(f"adaptive_max_pool{d}d", "input:T, output_size, return_indices=False", **largest)
+    each(f"adaptive_max_pool{d}d_with_indices", "input:T, output_size, return_indices=True", **largest)
+    each(
         f"max_unpool{d}d",
-        getattr(F, f"max_unpool{d}d"),
         "input:T, indices:T, kernel_size, stride=None, padding=0, output_size=None",
         rule=unpooled,
     )
@@ -119,15 +75,10 @@ op(
     F.interpolate,
     "input:T, size=None, scale_factor=None, mode='nearest', align_corners=None, recompute_scale_factor=None, "
     "antialias=False",
-    rule=mean_of_positions,
+    rule=interpolate,
 )
 each("pixel_shuffle", "input:T, upscale_factor", rule=pixel_shuffle)
 each("pixel_unshuffle", "input:T, downscale_factor", rule=pixel_unshuffle)
-each("channel_shuffle", "input:T, groups", rule=channel_shuffle)
-op(
-    "grid_sample",
-    F.grid_sample,
-    "input:T, grid:T, mode='bilinear', padding_mode='zeros', align_corners=None",
-    rule=grid_sample,
-)
-op("affine_grid", F.affine_grid, "theta:T, size, align_corners=None", rule=affine_grid)
+each("channel_shuffle", "input:T, groups", rule=along(1, linear="x"))  # channels are permuted
+each("grid_sample", "input:T, grid:T, mode='bilinear', padding_mode='zeros', align_corners=None", rule=grid_sample)
+each("affine_grid", "theta:T, size, align_corners=None", rule=affine_grid)

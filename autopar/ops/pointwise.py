@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.ops import inverses
 from autopar.ops.entry import OPS, T, each, op, spell, translates
-from autopar.ops.spelling import letters_of, parse
+from autopar.ops.rows import Row, parse, rule_from
 from autopar.runtime.private import TO_COPY
 from autopar.sharding.notation import Rule
 
@@ -64,9 +64,10 @@ def masked_fill(arguments: Mapping[str, Any]) -> Rule:
 
 def prelu(arguments: Mapping[str, Any]) -> Rule:
     """The slope is one number and stays whole, or one per channel and may be cut with them."""
-    letters = letters_of(arguments["input"])
-    slope = "one!" if arguments["weight"].shape in ((), (1,)) else letters[1]
-    return parse(f"{' '.join(letters)}, {slope if arguments['weight'].shape else ''} -> {' '.join(letters)}")
+    row = Row.of(arguments["input"])
+    shape = arguments["weight"].shape
+    slope = [] if not shape else ["one!"] if shape == (1,) else [row[1]]
+    return rule_from([row, slope], [row])
 
 
 def numbered(name: str) -> dict[str, Any]:
@@ -117,55 +118,14 @@ op("detach", torch.detach, "input:T", T.detach, rule=ONE, linear="x", keeps="", 
 op("to", to, "input:T, dtype", rule=to_rule, keeps="", same=True, moved=True, inverse=inverses.same)
 
 # arithmetic
-op(
-    "add",
-    torch.add,
-    f"{PAIR}, *, alpha=1",
-    T.add,
-    T.__add__,
-    T.__radd__,
-    rule=TWO,
-    linear="x+y",
-    keeps="",
-    **numbered("add"),
-)
-op(
-    "sub",
-    torch.sub,
-    f"{PAIR}, *, alpha=1",
-    T.sub,
-    T.__sub__,
-    torch.subtract,
-    rule=TWO,
-    linear="x+y",
-    keeps="",
-    **numbered("sub"),
-)
-op("rsub", torch.rsub, f"{PAIR}, *, alpha=1", rule=TWO, linear="x+y", keeps="")
-op(
-    "mul",
-    torch.mul,
-    PAIR,
-    T.mul,
-    T.__mul__,
-    T.__rmul__,
-    torch.multiply,
-    rule=TWO,
-    linear="x, y",
-    keeps="input:other other:input",
-    **numbered("mul"),
-)
-op(
-    "div",
-    torch.div,
-    f"{PAIR}, *, rounding_mode=None",
-    T.div,
-    T.__truediv__,
-    torch.divide,
-    rule=div,
-    keeps="input:other other",
-    **numbered("div"),
-)
+SUM: dict[str, Any] = dict(rule=TWO, linear="x+y", keeps="")
+op("add", torch.add, f"{PAIR}, *, alpha=1", T.add, T.__add__, T.__radd__, **SUM, **numbered("add"))
+op("sub", torch.sub, f"{PAIR}, *, alpha=1", T.sub, T.__sub__, torch.subtract, **SUM, **numbered("sub"))
+op("rsub", torch.rsub, f"{PAIR}, *, alpha=1", **SUM)
+each("mul", PAIR, rule=TWO, linear="x, y", keeps="input:other other:input", **numbered("mul"))
+spell("mul", (T.__mul__, T.__rmul__, torch.multiply, PAIR))
+each("div", f"{PAIR}, *, rounding_mode=None", rule=div, keeps="input:other other", **numbered("div"))
+spell("div", (T.__truediv__, torch.divide, f"{PAIR}, *, rounding_mode=None"))
 op("pow", pow, "input:T, exponent:T", torch.pow, T.pow, T.__pow__, rule=TWO, keeps="input exponent", timed=timed_power)
 op("neg", torch.neg, "input:T", T.neg, T.__neg__, rule=ONE, linear="x", keeps="")
 op("abs", torch.abs, "input:T", T.abs, T.__abs__, rule=ONE, keeps="input")
@@ -193,26 +153,32 @@ each("mvlgamma", "input:T, p", rule=ONE)
 each("nan_to_num", "input:T, nan=None, posinf=None, neginf=None", rule=ONE)
 each("frexp", rule="... -> ..., ...")
 op("polygamma", polygamma, "input:T, n", (torch.polygamma, "n, input"), (T.polygamma, "input, n"), rule=ONE)
-for name in (
+each(
     "bessel_j0 bessel_j1 bessel_y0 bessel_y1 entr erfcx i0e i1 i1e log_ndtr ndtri modified_bessel_i0 "
-    "modified_bessel_i1 modified_bessel_k0 modified_bessel_k1"
-).split():
-    op(name, getattr(torch.special, name), "input:T", rule=ONE)
-for name in ("airy_ai", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1", "spherical_bessel_j0"):
-    op(name, getattr(torch.special, name), "x:T", rule=ONE)
+    "modified_bessel_i1 modified_bessel_k0 modified_bessel_k1",
+    homes=[torch.special],
+    rule=ONE,
+)
+each(
+    "airy_ai scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0",
+    "x:T",
+    homes=[torch.special],
+    rule=ONE,
+)
 
 # functions of two numbers
 each("maximum minimum", PAIR, rule=TWO, keeps="input other")
 each("fmod atan2 logaddexp", PAIR, rule=TWO)
 each("copysign hypot igamma igammac logaddexp2 nextafter xlogy gcd lcm fmax fmin ldexp", PAIR, rule=TWO)
 each("heaviside", "input:T, values:T", rule=TWO)
-op("zeta", torch.special.zeta, PAIR, rule=TWO)
-op("xlog1py", torch.special.xlog1py, PAIR, rule=TWO)
-for name in (
+each("zeta xlog1py", PAIR, homes=[torch.special], rule=TWO)
+each(
     "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w "
-    "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p"
-).split():
-    op(name, getattr(torch.special, name), "x:T, n:T", rule=TWO)
+    "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p",
+    "x:T, n:T",
+    homes=[torch.special],
+    rule=TWO,
+)
 
 # comparisons, bits and truth
 for name in ("eq", "ne", "lt", "le", "gt", "ge"):
@@ -228,13 +194,7 @@ each("isclose", f"{PAIR}, rtol=1e-05, atol=1e-08, equal_nan=False", rule=TWO)
 
 # one or the other
 each("clamp", "input:T, min:T=None, max:T=None", rule="..., ..., ... -> ...", keeps="input")
-spell(
-    "clamp",
-    (torch.clamp_min, "input, min"),
-    (T.clamp_min, "input, min"),
-    (torch.clamp_max, "input, max"),
-    (T.clamp_max, "input, max"),
-)
+spell("clamp", (torch.clamp_min, T.clamp_min, "input, min"), (torch.clamp_max, T.clamp_max, "input, max"))
 op(
     "where",
     where,
@@ -246,15 +206,7 @@ op(
     keeps="condition",
     reach="choice",
 )
-op(
-    "masked_fill",
-    torch.masked_fill,
-    "input:T, mask:T, value:T",
-    T.masked_fill,
-    rule=masked_fill,
-    keeps="mask",
-    reach="choice",
-)
+each("masked_fill", "input:T, mask:T, value:T", rule=masked_fill, keeps="mask", reach="choice")
 
 # activations
 op("gelu", F.gelu, "input:T, approximate='none'", rule=ONE, keeps="input", timed=timed_gelu)

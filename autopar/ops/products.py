@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.entry import INTENSITY, OPS, Op, T, each, op
+from autopar.ops.entry import INTENSITY, OPS, Op, RuleFunction, T, each, op, spell
 from autopar.ops.local import Form, Here, OpCall
-from autopar.ops.spelling import NAMES, parse, whole_dims
+from autopar.ops.rows import NAMES, Row, parse, rule_from, whole_dims
 from autopar.runtime.private import grouped_mm as private_grouped_mm
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import local_shape
@@ -98,29 +98,13 @@ def matmul(arguments: Mapping[str, Any]) -> Rule:
     return parse("... m k, k -> ... m" if right == 1 else "... m k, ... k n -> ... m n", linear="x, y")
 
 
-def addmm(arguments: Mapping[str, Any]) -> Rule:
-    """A product plus a matrix, a vector or a number."""
-    rank = len(arguments["input"].shape)
-    return parse(f"{' '.join(['m', 'n'][2 - rank :])}, m k, k n -> m n", linear="x+y, x+z")
+def added_to(product: str, out: str) -> RuleFunction:
+    """Make the rule function of a product plus a term that is broadcast."""
 
+    def rule(arguments: Mapping[str, Any]) -> Rule:
+        return parse(f"{Row(out.split()).last(arguments['input'])}, {product} -> {out}", linear="x+y, x+z")
 
-def batched(arguments: Mapping[str, Any]) -> Rule:
-    """Batched products plus a term that is broadcast; `addbmm` also sums the products over the batch."""
-    out = ["b", "m", "n"] if arguments["op"] == "baddbmm" else ["m", "n"]
-    added = out[len(out) - len(arguments["input"].shape) :]
-    return parse(f"{' '.join(added)}, b m k, b k n -> {' '.join(out)}", linear="x+y, x+z")
-
-
-def addmv(arguments: Mapping[str, Any]) -> Rule:
-    """A matrix-vector product plus a vector or a number."""
-    return parse(f"{'m' if arguments['input'].shape else ''}, m k, k -> m", linear="x+y, x+z")
-
-
-def addr(arguments: Mapping[str, Any]) -> Rule:
-    """An outer product plus a term that is broadcast."""
-    return parse(
-        "..., m, n -> m n".replace("...", " ".join(["m", "n"][2 - len(arguments["input"].shape) :])), linear="x+y, x+z"
-    )
+    return rule
 
 
 def einsum_rule(arguments: Mapping[str, Any]) -> Rule | None:
@@ -142,9 +126,7 @@ def einsum_rule(arguments: Mapping[str, Any]) -> Rule | None:
     rows = [_spelled(p, n - len(p.replace("...", ""))) for p, n in zip(pieces, ranks, strict=True)]
     if any(len(set(row)) < len(row) for row in rows):
         return None
-    return parse(
-        f"{', '.join(map(' '.join, rows))} -> {' '.join(_spelled(right, dots))}", linear=", ".join(NAMES[: len(pieces)])
-    )
+    return rule_from(rows, [_spelled(right, dots)], linear=", ".join(NAMES[: len(pieces)]))
 
 
 def _spelled(piece: str, dots: int) -> list[str]:
@@ -159,16 +141,12 @@ def convolution(arguments: Mapping[str, Any]) -> Rule:
 
     Positions stay whole.
     """
-    given = arguments["input"]
-    weight = arguments["weight"]
+    o, c = arguments["weight"].shape[:2]
     groups = arguments.get("groups", 1)
-    n, here, kernel, there = _convolved(given, weight)
     if groups == 1:
-        return parse(f"{n} c {here}, o c {kernel}, o -> {n} o {there}", linear="x+z, y+z")
-    inside = weight.shape[1]
-    outside = weight.shape[0] // groups
-    c, o = f"(g c:{inside})", f"(g o:{outside})"
-    return parse(f"{n} {c} {here}, {o} c! {kernel}, {o} -> {n} {o} {there}", linear="x+z, y+z")
+        return _convolved(arguments, "c", ("o", "c"), "o")
+    out = f"(g o:{o // groups})"
+    return _convolved(arguments, f"(g c:{c})", (out, "c!"), out)
 
 
 def timed_convolution(arguments: Mapping[str, Any]) -> str:
@@ -187,20 +165,18 @@ def transposed_convolution(arguments: Mapping[str, Any]) -> Rule:
 
     The weight has its input channels first.
     """
-    given = arguments["input"]
-    weight = arguments["weight"]
-    groups = arguments.get("groups", 1)
-    n, here, kernel, there = _convolved(given, weight)
-    if groups == 1:
-        return parse(f"{n} c {here}, c o {kernel}, o -> {n} o {there}", linear="x+z, y+z")
-    return parse(f"{n} c! {here}, c! o_in! {kernel}, o! -> {n} o! {there}", linear="x+z, y+z")
+    if arguments.get("groups", 1) == 1:
+        return _convolved(arguments, "c", ("c", "o"), "o")
+    return _convolved(arguments, "c!", ("c!", "o_in!"), "o!")
 
 
-def _convolved(given: Any, weight: Any) -> tuple[str, str, str, str]:
-    """A convolution's batch dim, or "" without one, and the positions of its input, weight and output."""
-    spatial = len(weight.shape) - 2
-    here, kernel, there = (" ".join(whole_dims(x, spatial)) for x in "skt")
-    return "n" if len(given.shape) == spatial + 2 else "", here, kernel, there
+def _convolved(arguments: Mapping[str, Any], channels: str, weight: tuple[str, str], out: str) -> Rule:
+    """The rule of a convolution by the letters of its channels, in the input, the weight and the output."""
+    spatial = len(arguments["weight"].shape) - 2
+    here, kernel, there = (whole_dims(x, spatial) for x in "skt")
+    batch = ["n"] if len(arguments["input"].shape) == spatial + 2 else []
+    given = [*batch, channels, *here]
+    return rule_from([given, [*weight, *kernel], [out]], [[*batch, out, *there]], linear="x+z, y+z")
 
 
 def grouped(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -226,6 +202,7 @@ def in_one_list(op: Op, arguments: dict[str, Any], result: Any) -> tuple[Op, dic
 
 
 LOOPS = (2, "")  # FLOPs for each point of the space of the factors
+PRODUCT: dict[str, Any] = dict(flops=LOOPS, one_dtype=True)
 op(
     "linear",
     F.linear,
@@ -233,60 +210,32 @@ op(
     rule="... k, n k, n -> ... n",
     linear="x+z, y+z",
     keeps="input:weight weight:input",
-    flops=LOOPS,
     second_size=INTENSITY,
-    one_dtype=True,
+    **PRODUCT,
 )
-op(
-    "mm",
-    torch.mm,
-    "input:T, mat2:T",
-    T.mm,
-    rule="m k, k n -> m n",
-    linear="x, y",
-    keeps="input:mat2 mat2:input",
-    flops=LOOPS,
-    one_dtype=True,
-)
-op(
-    "matmul",
-    torch.matmul,
-    "input:T, other:T",
-    T.matmul,
-    T.__matmul__,
-    torch.bmm,
-    T.bmm,
-    rule=matmul,
-    keeps="input:other other:input",
-    flops=LOOPS,
-    one_dtype=True,
-)
-op(
+each("mm", "input:T, mat2:T", rule="m k, k n -> m n", linear="x, y", keeps="input:mat2 mat2:input", **PRODUCT)
+each("matmul", "input:T, other:T", rule=matmul, keeps="input:other other:input", **PRODUCT)
+spell("matmul", (T.__matmul__, torch.bmm, T.bmm, "input:T, other:T"))
+each(
     "addmm",
-    torch.addmm,
     "input:T, mat1:T, mat2:T, *, beta=1, alpha=1",
-    T.addmm,
-    rule=addmm,
+    rule=added_to("m k, k n", "m n"),
     keeps="mat1:mat2 mat2:mat1",
-    flops=LOOPS,
-    one_dtype=True,
+    **PRODUCT,
 )
-op(
+each(
     "baddbmm",
-    torch.baddbmm,
     "input:T, batch1:T, batch2:T, *, beta=1, alpha=1",
-    T.baddbmm,
-    rule=batched,
+    rule=added_to("b m k, b k n", "b m n"),
     keeps="batch1:batch2 batch2:batch1",
-    flops=LOOPS,
-    one_dtype=True,
+    **PRODUCT,
 )
-each("addbmm", "input:T, batch1:T, batch2:T, *, beta=1, alpha=1", rule=batched)
-each("addmv", "input:T, mat:T, vec:T, *, beta=1, alpha=1", rule=addmv)
-each("addr", "input:T, vec1:T, vec2:T, *, beta=1, alpha=1", rule=addr)
-op("mv", torch.mv, "input:T, vec:T", T.mv, rule="m k, k -> m", linear="x, y", flops=LOOPS, one_dtype=True)
-op("dot", torch.dot, "input:T, tensor:T", T.dot, rule="k, k -> ", linear="x, y", flops=LOOPS, one_dtype=True)
-op("outer", torch.outer, "input:T, vec2:T", T.outer, rule="m, n -> m n", linear="x, y", flops=LOOPS)
+each("addbmm", "input:T, batch1:T, batch2:T, *, beta=1, alpha=1", rule=added_to("b m k, b k n", "m n"))
+each("addmv", "input:T, mat:T, vec:T, *, beta=1, alpha=1", rule=added_to("m k, k", "m"))
+each("addr", "input:T, vec1:T, vec2:T, *, beta=1, alpha=1", rule=added_to("m, n", "m n"))
+each("mv", "input:T, vec:T", rule="m k, k -> m", linear="x, y", **PRODUCT)
+each("dot", "input:T, tensor:T", rule="k, k -> ", linear="x, y", **PRODUCT)
+each("outer", "input:T, vec2:T", rule="m, n -> m n", linear="x, y", flops=LOOPS)
 op(
     "einsum",
     einsum,
@@ -303,8 +252,7 @@ op(
     "input1:T, input2:T, weight:T, bias:T=None",
     rule="... i, ... j, n i j, n -> ... n",
     linear="x+u, y+u, z+u",
-    flops=LOOPS,
-    one_dtype=True,
+    **PRODUCT,
 )
 op(
     "grouped_mm",
@@ -326,25 +274,20 @@ op(
 op("pdist", F.pdist, "input:T, p=2", rule="p! d! -> q!")
 
 # no pair of operands kept for one another: a convolution's backward is one op, which takes both
+CONVOLUTION: dict[str, Any] = dict(keeps="input weight", windows=True, second_size=INTENSITY, one_dtype=True)
 each(
     "conv1d conv2d conv3d",
     "input:T, weight:T, bias:T=None, stride=1, padding=0, dilation=1, groups=1",
     rule=convolution,
-    keeps="input weight",
     form=grouped,
     flops=(2, r"s\d+"),
-    windows=True,
-    second_size=INTENSITY,
-    one_dtype=True,
     timed=timed_convolution,
+    **CONVOLUTION,
 )
 each(
     "conv_transpose1d conv_transpose2d conv_transpose3d",
     "input:T, weight:T, bias:T=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1",
     rule=transposed_convolution,
-    keeps="input weight",
     flops=(2, r"t\d+"),
-    windows=True,
-    second_size=INTENSITY,
-    one_dtype=True,
+    **CONVOLUTION,
 )

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autopar.ops.spelling import parse, whole_dims
+from autopar.ops.rows import rule_from, whole_dims
 from autopar.sharding.notation import Rule
 
 
@@ -25,8 +25,7 @@ def view_rule(arguments: Mapping[str, Any]) -> Rule:
     before = arguments["input"].shape
     after = arguments["size"]
     if math.prod(before) == 0:
-        left, right = whole_dims("a", len(before)), whole_dims("b", len(after))
-        return parse(" ".join(left) + " -> " + " ".join(right), linear="x")
+        return rule_from([whole_dims("a", len(before))], [whole_dims("b", len(after))], linear="x")
     left = list[str]()
     right = list[str]()
     names = 0
@@ -39,7 +38,7 @@ def view_rule(arguments: Mapping[str, Any]) -> Rule:
             left += ["1" if n == 1 else f"w{names}_{k}!" for k, n in enumerate(group[0])]
             right += ["1" if n == 1 else f"v{names}_{k}!" for k, n in enumerate(group[1])]
         names += len(marks)
-    return parse(" ".join(left) + " -> " + " ".join(right), linear="x")
+    return rule_from([left], [right], linear="x")
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.ops import inverses
 from autopar.ops.entry import T, each, op
 from autopar.ops.local import Form, Here, OpCall, cuts
-from autopar.ops.spelling import NAMES, letters_of, parse, whole_dims
+from autopar.ops.rows import NAMES, Row, parse, rule_from, whole_dims
 from autopar.runtime import forms
 from autopar.sharding.notation import Rule
 
@@ -62,11 +62,10 @@ def embedding(arguments: Mapping[str, Any]) -> Rule | None:
     """
     if arguments.get("max_norm") is not None:
         return None
+    tokens = Row.of(arguments["input"])
     if arguments.get("scale_grad_by_freq"):
-        tokens = " ".join(f"{a}!" for a in letters_of(arguments["input"]))
-        return parse(f"{tokens}, v! d -> {tokens} d", linear="y")
-    tokens = " ".join(letters_of(arguments["input"]))
-    return parse(f"{tokens}, v~ d -> {tokens} d", linear="y")
+        return rule_from([tokens.whole(), ["v!", "d"]], [[*tokens.whole(), "d"]], linear="y")
+    return rule_from([tokens, ["v~", "d"]], [[*tokens, "d"]], linear="y")
 
 
 def rows_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -93,73 +92,45 @@ def kept_of_rows(call: OpCall, held: Sequence[tuple[int, ...]]) -> int:
 
 def index_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """Dims that are looked into stay whole, all others may be cut: x[:, i] and x[:, ::2]."""
-    if (places := _stepped(arguments["input"], arguments["index"])) is not None:
-        return parse(f"{', '.join(map(' '.join, places[:-1]))} -> {' '.join(places[-1])}", linear="x")
-    found = _looked_into(arguments["input"], arguments["index"], "")
+    found = _looked_into(arguments["input"], arguments["index"])
     if found is None or found.dtype == "bool":
         return None
-    return parse(f"{' '.join(found.tensor)}, {found.operands} -> {' '.join(found.result)}", linear="x")
+    return rule_from([found.tensor, *found.operands], [found.result], linear="x")
 
 
 def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """Every device writes all places of its own part: x[:, i] = v."""
     found = _looked_into(arguments["input"], arguments["index"], "!")
-    if found is None:
+    if found is None or not found.dtype:
         return None
-    left = " ".join(found.tensor)
-    out = found.result
-    value = getattr(arguments["value"], "shape", None)
-    if value is None:
-        return parse(f"{left}, {found.operands},  -> {left}")
-    if len(value) > len(out):
+    value = arguments["value"]
+    if not hasattr(value, "shape"):
+        return rule_from([found.tensor, *found.operands, ()], [found.tensor])
+    if len(value.shape) > len(found.result):
         return None
-    written = " ".join(out[len(out) - len(value) :])
-    linear = f"x+{NAMES[2 + found.operands.count(',')]}"
-    return parse(f"{left}, {found.operands}, {written} -> {left}", linear=linear)
-
-
-def _stepped(tensor: Any, index: Any) -> list[list[str]] | None:
-    """Letters of x[:, 1::2, 3, None], whose index holds no tensor; None for any other.
-
-    There is one row for the dims of x, an empty one for each entry of the index, and one for the dims of the result.
-    """
-    if isinstance(index, list):  # places to pick, not a place in each dim
-        return None
-    entries = list(index) if isinstance(index, tuple) else [index]
-    if any(hasattr(e, "dtype") or isinstance(e, (bool, list, tuple)) for e in entries):
-        return None
-    left, out = list[str](), list[str]()
-    for k, e in enumerate(_opened(entries, len(tensor.shape))):
-        if e is None:
-            out.append(f"new{k}!")
-            continue
-        left.append(f"a{k}" if e == slice(None) else f"in{k}!")
-        if isinstance(e, slice):
-            out.append(left[-1] if e == slice(None) else f"out{k}!")
-    return [left, *([] for _ in entries), out]
+    linear = f"x+{NAMES[1 + len(found.operands)]}"
+    return rule_from([found.tensor, *found.operands, Row(found.result).last(value)], [found.tensor], linear)
 
 
 class IndexLetters(NamedTuple):
-    """Letters of x[:, i, j, ...], whose index holds tensors."""
+    """Letters of x[:, i, 2, ...]."""
 
     tensor: list[str]  # letters of x
-    operands: str  # letters of the tensors in the index, empty for each other entry
-    result: list[str]  # letters of x[:, i, j, ...]
-    dtype: str  # dtype of the first tensor in the index
+    operands: list[Sequence[str]]  # letters of the tensors in the index, none for each other entry
+    result: list[str]  # letters of x[:, i, 2, ...]
+    dtype: str  # dtype of the first tensor in the index; "" without one
 
 
-def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
-    """Letters of x[:, i, j, ...], whose index holds tensors among ranges; None for any other.
+def _looked_into(tensor: Any, index: Any, mark: str = "") -> IndexLetters | None:
+    """Letters of x[:, i, 2, ...]; None for an index that no rule reads.
 
     Tensors are broadcast together; their dims stand in their place where they are neighbours, else in front. Integers
     beside them select before they look up, so a captured graph has none there. A mask stands alone, for all of its
     dims.
     """
-    if isinstance(index, list) and not any(hasattr(e, "dtype") for e in index):
-        return None
     said = list(index) if isinstance(index, (tuple, list)) else [index]
     tensors = [e for e in said if hasattr(e, "dtype")]
-    if not tensors or not _holds_tensors_and_ranges(said):
+    if (isinstance(index, list) and not tensors) or not _is_readable(said, tensors):
         return None
     entries = _opened(said, len(tensor.shape))
     left, out, taken = list[str](), list[str](), list[str]()
@@ -173,27 +144,28 @@ def _looked_into(tensor: Any, index: Any, mark: str) -> IndexLetters | None:
         else:
             taken = [f"in{dim + k}!" for k in range(_dims_taken(e))]
             left += taken
+    if not tensors:
+        return IndexLetters(left, [()] * len(said), out, "")
     depth = max(len(e.shape) for e in tensors)
-    places = ["found!"] if _is_mask(tensors[0]) else [f"i{k}{mark}" for k in range(depth)]
+    places = Row(["found!"] if _is_mask(tensors[0]) else [f"i{k}{mark}" for k in range(depth)])
     looked = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice))]
     are_neighbours = looked[-1] - looked[0] == len(looked) - 1
     at = looked[0] if are_neighbours else 0
     out[at:at] = places
 
-    def row(entry: Any) -> str:
+    def row(entry: Any) -> Sequence[str]:
         if _is_mask(entry):
-            return " ".join(taken)
-        return " ".join(places[depth - len(entry.shape) :]) if hasattr(entry, "dtype") else ""
+            return taken
+        return places.last(entry) if hasattr(entry, "dtype") else ()
 
-    return IndexLetters(left, ", ".join(map(row, said)), out, tensors[0].dtype)
+    return IndexLetters(left, list(map(row, said)), out, tensors[0].dtype)
 
 
-def _holds_tensors_and_ranges(index: Sequence[Any]) -> bool:
-    """Whether an index holds only tensors, ranges and new dims, or one mask among ranges."""
-    if any(isinstance(e, (bool, int, list, tuple)) for e in index):
+def _is_readable(index: Sequence[Any], tensors: Sequence[Any]) -> bool:
+    """Whether an index holds ranges, new dims, and either integers or tensors, of which a mask is alone."""
+    if any(isinstance(e, (bool, list, tuple)) or (tensors and isinstance(e, int)) for e in index):
         return False
-    places = [e for e in index if hasattr(e, "dtype")]
-    return len(places) == 1 or not any(map(_is_mask, places))
+    return len(tensors) == 1 or not any(map(_is_mask, tensors))
 
 
 def _is_mask(entry: Any) -> bool:
@@ -214,128 +186,84 @@ def _opened(index: Sequence[Any], rank: int) -> list[Any]:
     return [*index[:at], *missing, *index[at + 1 :]]
 
 
-def gather(arguments: Mapping[str, Any]) -> Rule | None:
-    """The dim that is looked along stays whole; the places that are looked up may be cut."""
-    given, index = arguments["input"].shape, arguments["index"].shape
-    if not given or len(given) != len(index):
+def looked_along(arguments: Mapping[str, Any]) -> Rule | None:
+    """The dim that is looked along stays whole in what is looked into, and so do dims of two sizes."""
+    row = Row.of(arguments["input"])
+    index = arguments.get("index", arguments.get("indices"))
+    if arguments.get("dim") is None or not row or len(index.shape) != len(row):
         return None
-    dim = arguments["dim"] % len(given)
-    rows: tuple[list[str], list[str]] = ([], [])
-    for i, (a, b) in enumerate(zip(given, index, strict=True)):
-        rows[0].append(f"in{i}!" if i == dim or a != b else f"a{i}")
-        rows[1].append(f"a{i}" if i == dim or a == b else f"out{i}!")
-    return parse(f"{' '.join(rows[0])}, {' '.join(rows[1])} -> {' '.join(rows[1])}", linear="x")
+    dim = row.places(arguments["dim"])
+    others = _of_other_sizes(arguments["input"], index) - dim
+    operands = [row.resized(others | dim, "in"), row.resized(others, "at")]
+    return rule_from(operands, [row.resized(others, "out")], linear="x")
+
+
+def _of_other_sizes(*tensors: Any) -> set[int]:
+    """The dims in which tensors of one rank differ in size."""
+    sizes = zip(*(tensor.shape for tensor in tensors), strict=True)
+    return {i for i, of_dim in enumerate(sizes) if len(set(of_dim)) > 1}
 
 
 def index_select(arguments: Mapping[str, Any]) -> Rule | None:
-    letters = letters_of(arguments["input"])
-    if not letters:
-        return None
-    dim = arguments["dim"] % len(letters)
-    left = " ".join("in!" if i == dim else a for i, a in enumerate(letters))
-    return parse(f"{left}, out -> {' '.join('out' if i == dim else a for i, a in enumerate(letters))}", linear="x")
+    row = Row.of(arguments["input"])
+    dim = arguments["dim"]
+    return rule_from([row.replaced(dim, "in!"), ["out"]], [row.replaced(dim, "out")], linear="x") if row else None
 
 
-def scatter_rule(arguments: Mapping[str, Any]) -> Rule | None:
+def scattered(arguments: Mapping[str, Any]) -> Rule | None:
     """Dims other than the scattered one may be cut where all operands agree in size."""
-    given = arguments["input"].shape
-    index = arguments["index"].shape
-    source = getattr(arguments["src"], "shape", None)
-    if not given or len(given) != len(index) or (source is not None and len(source) != len(given)):
+    index = arguments["index"]
+    source = arguments["src"]
+    others = [index, source] if hasattr(source, "shape") else [index]  # a number has no size
+    row = Row.of(arguments["input"])
+    if not row or any(len(other.shape) != len(row) for other in others):
         return None
-    dim = arguments["dim"] % len(given)
-    agree = [
-        i != dim and a == b and (source is None or source[i] == b)
-        for i, (a, b) in enumerate(zip(given, index, strict=True))
-    ]
-    into, at, added = (_where_sizes_agree(agree, name) for name in ("in", "at", "from"))
-    if source is None:
-        return parse(f"{' '.join(into)}, {' '.join(at)},  -> {' '.join(into)}")
-    if arguments["op"] == "scatter_add" and source[dim] == index[dim]:  # parts of what is added may be added apart
-        at[dim] = added[dim] = "e"
-    return parse(f"{' '.join(into)}, {' '.join(at)}, {' '.join(added)} -> {' '.join(into)}", linear="x+z")
-
-
-def _where_sizes_agree(agree: Sequence[bool], prefix: str) -> list[str]:
-    """Letters of a tensor's dims: a common one where all tensors agree in size, else its own, kept whole."""
-    return [f"a{i}" if same else f"{prefix}{i}!" for i, same in enumerate(agree)]
-
-
-def one_hot(arguments: Mapping[str, Any]) -> Rule:
-    return parse("... -> ... classes!")
+    dim = row.places(arguments["dim"])
+    whole = _of_other_sizes(arguments["input"], *others) | dim
+    into, at, added = (row.resized(whole, name) for name in ("in", "at", "from"))
+    if len(others) == 1:
+        return rule_from([into, at, ()], [into])
+    if arguments["op"] == "scatter_add" and not dim & _of_other_sizes(index, source):
+        at, added = (row.replaced(dim, "e") for row in (at, added))  # parts of what is added may be added apart
+    return rule_from([into, at, added], [into], linear="" if arguments["op"] == "scatter_reduce" else "x+z")
 
 
 def indexed(arguments: Mapping[str, Any]) -> Rule | None:
     """The dim that is looked into stays whole, and so does the index; other dims are cut alike."""
-    given = arguments["input"]
-    source = arguments.get("source", arguments.get("value"))
-    rank = len(given.shape)
-    if rank == 0:
+    row = Row.of(arguments["input"])
+    if not row:
         return None
-    dim = arguments["dim"] % rank
-    row = " ".join(f"in{i}!" if i == dim else f"a{i}" for i in range(rank))
-    place = "at!" if arguments["index"].shape else ""
-    shape = getattr(source, "shape", None)
+    dim = arguments["dim"]
+    into = row.resized(dim, "in")
+    places = ["at!"] if arguments["index"].shape else []
     if arguments["op"] == "index_fill":
-        return parse(f"{row}, {place}, {''} -> {row}")
-    if shape is None or len(shape) != rank:
+        return rule_from([into, places, ()], [into])
+    source = arguments["source"]
+    if len(source.shape) != len(row):
         return None
-    if arguments["op"] == "index_add":  # parts of what is added may be added apart
-        place = "e" if arguments["index"].shape and arguments["index"].shape[0] == shape[dim] else place
-    mine = " ".join((place if place == "e" else "from!") if i == dim else f"a{i}" for i in range(rank))
-    linear = {"index_add": "x+z", "index_copy": "x+z"}.get(arguments["op"], "")
-    return parse(f"{row}, {place}, {mine} -> {row}", linear=linear)
+    added = row.replaced(dim, "from!")
+    if arguments["op"] == "index_add" and arguments["index"].shape == (source.shape[dim],):
+        places = ["e"]  # parts of what is added may be added apart
+        added = row.replaced(dim, "e")
+    linear = "x+z" if arguments["op"] in ("index_add", "index_copy") else ""
+    return rule_from([into, places, added], [into], linear)
 
 
 def index_put_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """As for setitem: one tensor of places, or a mask, among dims that stay as they are."""
     said = tuple(slice(None) if i is None else i for i in arguments["indices"])
-    found = setitem_rule({"input": arguments["input"], "index": said, "value": arguments["values"]})
-    return None if found is None else parse(found.text, linear=found.linear)
-
-
-def scatter_reduce(arguments: Mapping[str, Any]) -> Rule | None:
-    """Dims other than the scattered one may be cut where all operands agree in size."""
-    given, index, source = (arguments[n].shape for n in ("input", "index", "src"))
-    if not given or not len(given) == len(index) == len(source):
-        return None
-    dim = arguments["dim"] % len(given)
-    agree = [i != dim and a == b == c for i, (a, b, c) in enumerate(zip(given, index, source, strict=True))]
-    into, at, added = (" ".join(_where_sizes_agree(agree, name)) for name in ("in", "at", "from"))
-    return parse(f"{into}, {at}, {added} -> {into}")
+    return setitem_rule({"input": arguments["input"], "index": said, "value": arguments["values"]})
 
 
 def take(arguments: Mapping[str, Any]) -> Rule:
     """The input stays whole, as places count through all of it; the places that are looked up may be cut."""
-    here = " ".join(letters_of(arguments["index"]))
-    return parse(f"{' '.join(whole_dims('in', len(arguments['input'].shape)))}, {here} -> {here}", linear="x")
-
-
-def take_along_dim(arguments: Mapping[str, Any]) -> Rule | None:
-    """As for gather, where both have the same dims beside the one that is looked along."""
-    given = arguments["input"].shape
-    index = arguments["indices"].shape
-    dim = arguments.get("dim")
-    if dim is None or len(given) != len(index) or not given:
-        return None
-    rows: tuple[list[str], list[str]] = ([], [])
-    out = arguments["outputs"][0].shape
-    for i, (a, b) in enumerate(zip(given, index, strict=True)):
-        along = i == dim % len(given)
-        rows[0].append(f"in{i}!" if along or a != b else f"a{i}")
-        rows[1].append(f"a{i}" if along or a == b else f"at{i}!")
-    made = [
-        f"a{i}" if i == dim % len(given) or a == b else f"out{i}!"
-        for i, (a, b) in enumerate(zip(given, index, strict=True))
-    ]
-    if len(out) != len(made):
-        return None
-    return parse(f"{' '.join(rows[0])}, {' '.join(rows[1])} -> {' '.join(made)}", linear="x")
+    places = Row.of(arguments["index"])
+    return rule_from([whole_dims("in", len(arguments["input"].shape)), places], [places], linear="x")
 
 
 def counted(arguments: Mapping[str, Any]) -> Rule | None:
     """Places are counted over all of a tensor, which stays whole."""
-    return parse(f"{' '.join(whole_dims('t', len(arguments['input'].shape)))} -> places! dims!")
+    return rule_from([Row.of(arguments["input"]).whole()], [["places!", "dims!"]])
 
 
 def searchsorted(arguments: Mapping[str, Any]) -> Rule | None:
@@ -345,23 +273,16 @@ def searchsorted(arguments: Mapping[str, Any]) -> Rule | None:
     shape = getattr(values, "shape", None)
     if shape is None or arguments.get("sorter") is not None:
         return None
-    if len(rows.shape) == 1:
-        here = " ".join(letters_of(values))
-        return parse(f"s!, {here},  -> {here}")
-    leading = " ".join(letters_of(values)[:-1])
-    return parse(f"{leading} s!, {leading} v,  -> {leading} v")
-
-
-def bucketize(arguments: Mapping[str, Any]) -> Rule | None:
-    """Values may be cut; boundaries stay whole."""
-    return parse("..., b! -> ...")
+    row = Row.of(values)
+    leading = row[:-1] if len(rows.shape) > 1 else ()
+    return rule_from([[*leading, "s!"], row, ()], [row])
 
 
 def isin(arguments: Mapping[str, Any]) -> Rule | None:
     """Elements may be cut; the list that is searched stays whole."""
     if any(not hasattr(arguments[n], "shape") for n in ("elements", "test_elements")):
         return None
-    return parse(f"..., {' '.join(whole_dims('t', len(arguments['test_elements'].shape)))} -> ...")
+    return rule_from([["..."], whole_dims("t", len(arguments["test_elements"].shape))], [["..."]])
 
 
 def embedding_bag(arguments: Mapping[str, Any]) -> Rule | None:
@@ -418,12 +339,12 @@ op(
     inverse=inverses.index,
 )
 op("setitem", setitem, "input:T, index:T, value:T", T.__setitem__, rule=setitem_rule, keeps="index")
-each("gather", "input:T, dim, index:T, *, sparse_grad=False", rule=gather, keeps="index")
+each("gather", "input:T, dim, index:T, *, sparse_grad=False", rule=looked_along, keeps="index")
 each("index_select", "input:T, dim, index:T", rule=index_select, keeps="index")
-op("scatter", scatter, "input:T, dim, index:T, src:T", torch.scatter, T.scatter, rule=scatter_rule, keeps="index")
-each("scatter_add", "input:T, dim, index:T, src:T", rule=scatter_rule, keeps="index")
-each("scatter_reduce", "input:T, dim, index:T, src:T, reduce, *, include_self=True", rule=scatter_reduce)
-each("one_hot", "input:T, num_classes=-1", rule=one_hot, keeps="")
+op("scatter", scatter, "input:T, dim, index:T, src:T", torch.scatter, T.scatter, rule=scattered, keeps="index")
+each("scatter_add", "input:T, dim, index:T, src:T", rule=scattered, keeps="index")
+each("scatter_reduce", "input:T, dim, index:T, src:T, reduce, *, include_self=True", rule=scattered)
+each("one_hot", "input:T, num_classes=-1", rule="... -> ... classes!", keeps="")
 each("index_add", "input:T, dim, index:T, source:T, *, alpha=1", rule=indexed)
 each("index_copy", "input:T, dim, index:T, source:T", rule=indexed)
 each("index_fill", "input:T, dim, index:T, value:T", rule=indexed)
@@ -436,15 +357,14 @@ op(
     T.index_put,
     rule=index_put_rule,
 )
-op("masked_scatter", torch.masked_scatter, "input:T, mask:T, source:T", T.masked_scatter, rule=masked_scatter)
+each("masked_scatter", "input:T, mask:T, source:T", rule=masked_scatter)
 each("nonzero_static", "input:T, *, size, fill_value=-1", rule=counted)
 each("take", "input:T, index:T", rule=take)
-each("take_along_dim", "input:T, indices:T, dim=None", rule=take_along_dim)
-op(
+each("take_along_dim", "input:T, indices:T, dim=None", rule=looked_along)
+each(
     "searchsorted",
-    torch.searchsorted,
     "sorted_sequence:T, input:T, *, out_int32=False, right=False, side=None, sorter:T=None",
     rule=searchsorted,
 )
-op("bucketize", torch.bucketize, "input:T, boundaries:T, *, out_int32=False, right=False", rule=bucketize)
+each("bucketize", "input:T, boundaries:T, *, out_int32=False, right=False", rule="..., b! -> ...")
 op("isin", torch.isin, "elements:T, test_elements:T, *, assume_unique=False, invert=False", rule=isin)

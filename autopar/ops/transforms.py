@@ -8,30 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.entry import op
-from autopar.ops.spelling import dims_of, letters_of, parse, whole_dims
+from autopar.ops.entry import each, op
+from autopar.ops.rows import along, resized, rule_from, whole_dims
 from autopar.runtime import private
 from autopar.sharding.notation import Rule
 
 
-def transformed(arguments: Mapping[str, Any]) -> Rule:
-    """Dims that a transform reads along stay whole, and may get another size."""
-    letters = letters_of(arguments["input"])
-    rank = len(arguments["input"].shape)
-    if arguments.get("dim") is None and arguments.get("s") is not None:  # The sizes are those of the last dims.
-        dims = set(range(rank - len(arguments["s"]), rank))
-    else:
-        dims = dims_of(arguments, _DIM[arguments["op"]])
-    before = " ".join(f"t{d}!" if d in dims else a for d, a in enumerate(letters))
-    after = " ".join(f"f{d}!" if d in dims else a for d, a in enumerate(letters))
-    return parse(f"{before} -> {after}", linear="x")
-
-
-def moved(arguments: Mapping[str, Any]) -> Rule:
-    """Dims along which entries move stay whole."""
-    dims = dims_of(arguments)
-    row = " ".join(f"{a}!" if d in dims else a for d, a in enumerate(letters_of(arguments["input"])))
-    return parse(f"{row} -> {row}", linear="x")
+def of_many_dims(arguments: Mapping[str, Any]) -> Rule:
+    """All dims are transformed where a call names none; the last ones, where it gives sizes."""
+    sizes = arguments.get("s")
+    return resized(None if sizes is None else range(-len(sizes), 0), linear="x")(arguments)
 
 
 def of_windows(arguments: Mapping[str, Any]) -> Rule:
@@ -43,9 +29,8 @@ def of_windows(arguments: Mapping[str, Any]) -> Rule:
     out = len(arguments["outputs"][0].shape)
     rest = 1 if arguments["op"] == "stft" else 3 if not arguments["input"].torch_dtype.is_complex else 2
     batch = ["b"] if signal > rest else []
-    rows = " ".join([*batch, *whole_dims("t", signal - len(batch))])
-    results = " ".join([*batch, *whole_dims("f", out - len(batch))])
-    return parse(f"{rows}, w! -> {results}", linear="x, y" if arguments["op"] == "stft" else "x")
+    before, after = (batch + whole_dims(name, rank - len(batch)) for name, rank in (("t", signal), ("f", out)))
+    return rule_from([before, ["w!"]], [after], linear="x, y" if arguments["op"] == "stft" else "x")
 
 
 def stft(
@@ -68,19 +53,16 @@ def stft(
     )
 
 
-_DIM: dict[str, Any] = {}  # the dims that a transform reads along where a call names none; None: all
-
-for name in "fft ifft rfft irfft hfft ihfft".split():
-    _DIM[name] = -1
-    op(name, getattr(torch.fft, name), "input:T, n=None, dim=-1, norm=None", rule=transformed, keeps="")
-for name in "fft2 ifft2 rfft2 irfft2 hfft2 ihfft2".split():
-    _DIM[name] = (-2, -1)
-    op(name, getattr(torch.fft, name), "input:T, s=None, dim=(-2, -1), norm=None", rule=transformed, keeps="")
-for name in "fftn ifftn rfftn irfftn hfftn ihfftn".split():
-    _DIM[name] = None
-    op(name, getattr(torch.fft, name), "input:T, s=None, dim=None, norm=None", rule=transformed, keeps="")
-for name in ("fftshift", "ifftshift"):
-    op(name, getattr(torch.fft, name), "input:T, dim=None", rule=moved, keeps="")
+FFT: dict[str, Any] = dict(homes=[torch.fft], keeps="")
+each("fft ifft rfft irfft hfft ihfft", "input:T, n=None, dim=-1, norm=None", rule=resized(-1, linear="x"), **FFT)
+each(
+    "fft2 ifft2 rfft2 irfft2 hfft2 ihfft2",
+    "input:T, s=None, dim=(-2, -1), norm=None",
+    rule=resized((-2, -1), linear="x"),
+    **FFT,
+)
+each("fftn ifftn rfftn irfftn hfftn ihfftn", "input:T, s=None, dim=None, norm=None", rule=of_many_dims, **FFT)
+each("fftshift ifftshift", "input:T, dim=None", rule=along(linear="x"), **FFT)
 
 _WINDOWS = (
     "input:T, n_fft, hop_length=None, win_length=None, window:T=None, normalized=False, onesided=None, "

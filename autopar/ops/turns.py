@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.ops.entry import op
 from autopar.ops.local import Form, Here, OpCall
-from autopar.ops.spelling import parse
+from autopar.ops.rows import Row, rule_from
 from autopar.runtime import forms
 from autopar.runtime.chunks import added_up, chunk
 from autopar.sharding.notation import Rule
@@ -59,16 +59,11 @@ def sum_of_chunks(input: Tensor) -> Tensor:
 
 def rows_of_blocks(arguments: Mapping[str, Any]) -> Rule:
     """The rows of a block stay whole; blocks of rows and all other dims may be cut."""
-    shape = arguments["input"].shape
+    row = Row.of(arguments["input"])
     dim = arguments["dim"]
-    size = arguments["size"]
-    blocks = shape[dim] // size
-
-    def letters(rows: str) -> str:
-        of_dim = f"(b:{blocks} {rows}!)" if blocks > 1 else f"{rows}!"
-        return " ".join(of_dim if d == dim else f"a{d}" for d in range(len(shape)))
-
-    return parse(f"{letters('all')} -> {letters('some')}", linear="x")
+    blocks = arguments["input"].shape[dim] // arguments["size"]
+    before, after = (f"(b:{blocks} {rows}!)" if blocks > 1 else f"{rows}!" for rows in ("all", "some"))
+    return rule_from([row.replaced(dim, before)], [row.replaced(dim, after)], linear="x")
 
 
 def as_one_chunk(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:

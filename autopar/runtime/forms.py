@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autopar.runtime.collectives import TIME
 from autopar.runtime.private import dirichlet_grad, standard_gamma_grad
-from autopar.runtime.random import SECOND, Cuts, bits, kept, normal, places_of, start_of, uniform, wide
+from autopar.runtime.random import Cuts, Draws, kept, places_of, start_of, wide
 from autopar.runtime.sampling import gamma_at, poisson_at
 
 
@@ -227,8 +227,7 @@ def channel_dropout_by_position(
     input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: float = 0.5
 ) -> Tensor:
     """Dropout of whole channels: one draw for each place in the leading dims, whose sizes `shape` gives."""
-    keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
-    keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
+    keep = _over_the_rest(kept(key, op, p, shape, cuts, input.shape[: len(shape)]), input)
     return torch.where(keep, input if p >= 1.0 else input * (1.0 / (1.0 - p)), 0)
 
 
@@ -240,9 +239,13 @@ def alpha_dropout_by_position(
         return input * 0
     low = -1.7580993408473766  # the lowest value of selu
     scale = ((low * low * p + 1) * (1 - p)) ** -0.5
-    keep = kept(key, op, p, shape, cuts, input.shape[: len(shape)])
-    keep = keep.view(*keep.shape, *[1] * (input.dim() - len(shape)))
+    keep = _over_the_rest(kept(key, op, p, shape, cuts, input.shape[: len(shape)]), input)
     return torch.where(keep, input * scale, low * scale) - low * scale * p
+
+
+def _over_the_rest(draws: Tensor, input: Tensor) -> Tensor:
+    """Draws for the leading dims of a tensor, which broadcast over its other dims."""
+    return draws.view(*draws.shape, *[1] * (input.dim() - draws.dim()))
 
 
 def drawn_by_position(
@@ -257,12 +260,10 @@ def drawn_by_position(
     b: float | None = None,
 ) -> Tensor:
     """Draws of a distribution, as torch's in-place method `kind` makes them with parameters `a` and `b`."""
+    draws = Draws(key, op, shape, cuts, local)
 
     def u() -> Tensor:
-        return uniform(key, op, shape, cuts, local, wide(dtype))
-
-    def z() -> Tensor:
-        return normal(key, op, shape, cuts, local, dtype)
+        return draws.uniform(wide(dtype))
 
     def whole_numbers() -> Tensor:
         if a is None:
@@ -270,17 +271,15 @@ def drawn_by_position(
         else:
             first, last = (0, int(a)) if b is None else (int(a), int(b))
         if last - first <= 2**32:
-            return (uniform(key, op, shape, cuts, local, torch.float64) * (last - first)).floor() + first
-        drawn = _of_64_bits(key, op, shape, cuts, local)
+            return (draws.uniform(torch.float64) * (last - first)).floor() + first
+        drawn = draws.whole_numbers()
         return (drawn & (last - 1)) if last - first == 2**63 else drawn.remainder(last - first) + first
 
     kinds: dict[str, Callable[[], Tensor]] = {
-        "uniform": lambda: (
-            uniform(key, op, shape, cuts, local, dtype) * ((1.0 if b is None else b) - (a or 0.0)) + (a or 0.0)
-        ),
-        "normal": lambda: z() * (1.0 if b is None else b) + (a or 0.0),
+        "uniform": lambda: draws.uniform(dtype) * ((1.0 if b is None else b) - (a or 0.0)) + (a or 0.0),
+        "normal": lambda: draws.normal(dtype) * (1.0 if b is None else b) + (a or 0.0),
         "exponential": lambda: -torch.log1p(-u()) / (1.0 if a is None else a),
-        "log_normal": lambda: (z() * (2.0 if b is None else b) + (1.0 if a is None else a)).exp(),
+        "log_normal": lambda: (draws.normal(dtype) * (2.0 if b is None else b) + (1.0 if a is None else a)).exp(),
         "cauchy": lambda: torch.tan(math.pi * (u() - 0.5)) * (1.0 if b is None else b) + (a or 0.0),
         "geometric": lambda: (torch.log1p(-u()) / math.log1p(-(a or 0.0))).floor() + 1,
         "random": whole_numbers,
@@ -299,9 +298,8 @@ def bernoulli_by_position(
     input: Tensor, key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], p: Any = None
 ) -> Tensor:
     """Ones with probability `p`, or with the probabilities in `input`."""
-    drawn = (uniform(key, op, shape, cuts, input.shape, torch.float64) < (input.detach() if p is None else p)).to(
-        input.dtype
-    )
+    draws = Draws(key, op, shape, cuts, input.shape).uniform(torch.float64)
+    drawn = (draws < (input.detach() if p is None else p)).to(input.dtype)
     return _of_no_slope(drawn, input) if p is None else drawn
 
 
@@ -320,13 +318,12 @@ def multinomial_by_position(
     """
     weights = input.detach().double()
     if not replacement:
-        clocks = -torch.log1p(-uniform(key, op, shape, cuts, weights.shape, torch.float64)) / weights
+        clocks = -torch.log1p(-Draws(key, op, shape, cuts, weights.shape).uniform(torch.float64)) / weights
         return clocks.topk(num_samples, largest=False).indices
     edges = weights.cumsum(-1)
-    places = uniform(
-        key, op, (*shape[:-1], num_samples), (*cuts[:-1], ()), (*weights.shape[:-1], num_samples), torch.float64
-    )
-    return torch.searchsorted(edges, places * edges[..., -1:], right=True).clamp(max=weights.shape[-1] - 1)
+    draws = Draws(key, op, (*shape[:-1], num_samples), (*cuts[:-1], ()), (*weights.shape[:-1], num_samples))
+    places = draws.uniform(torch.float64) * edges[..., -1:]
+    return torch.searchsorted(edges, places, right=True).clamp(max=weights.shape[-1] - 1)
 
 
 def normal_by_position(
@@ -341,7 +338,8 @@ def normal_by_position(
 ) -> Tensor:
     """Normal draws, each with its own mean and standard deviation."""
     numbers = [x.detach() if isinstance(x, Tensor) else x for x in (mean, std)]
-    return _of_no_slope((normal(key, op, shape, cuts, local, dtype) * numbers[1] + numbers[0]).to(dtype), mean, std)
+    draws = Draws(key, op, shape, cuts, local).normal(dtype)
+    return _of_no_slope((draws * numbers[1] + numbers[0]).to(dtype), mean, std)
 
 
 def _of_no_slope(drawn: Tensor, *operands: Any) -> Tensor:
@@ -354,13 +352,7 @@ def _of_no_slope(drawn: Tensor, *operands: Any) -> Tensor:
 
 def permutation_by_position(n: int, key: Tensor, op: int, dtype: torch.dtype) -> Tensor:
     """A random permutation: the order of 64 random bits per place."""
-    return _of_64_bits(key, op, (n,), ((),), (n,)).argsort(stable=True).to(dtype)
-
-
-def _of_64_bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
-    """Signed integers of 64 random bits."""
-    first, second = (bits(key, o, shape, cuts, local).to(torch.int64) for o in (op, op + SECOND))
-    return (first << 32) | (second & 0xFFFFFFFF)
+    return Draws(key, op, (n,), ((),), (n,)).whole_numbers().argsort(stable=True).to(dtype)
 
 
 def rrelu_by_position(
@@ -373,7 +365,7 @@ def rrelu_by_position(
     upper: float = 1 / 3,
 ) -> Tensor:
     """Scale each element that is not positive by a random slope of its own."""
-    slope = uniform(key, op, shape, cuts, input.shape, wide(input.dtype)) * (upper - lower) + lower
+    slope = Draws(key, op, shape, cuts, input.shape).uniform(wide(input.dtype)) * (upper - lower) + lower
     return torch.where(input > 0, input, input * slope.to(input.dtype))
 
 
@@ -397,13 +389,17 @@ def dirichlet_by_position(input: Tensor, key: Tensor, op: int, shape: Sequence[i
     return _Dirichlet.apply(input, share.to(input.dtype).clamp(about.tiny, 1 - about.eps / 2))
 
 
-class _Gamma(torch.autograd.Function):
-    """A gamma sample with the gradient of its shape parameter."""
+class _Sample(torch.autograd.Function):
+    """A sample with a gradient of its distribution's parameters, which each class computes from both."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, sample: Tensor) -> Tensor:
         ctx.save_for_backward(alpha, sample)
         return sample.clone()
+
+
+class _Gamma(_Sample):
+    """A gamma sample with the gradient of its shape parameter."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -411,13 +407,8 @@ class _Gamma(torch.autograd.Function):
         return gradient * standard_gamma_grad(alpha, sample), None
 
 
-class _Dirichlet(torch.autograd.Function):
+class _Dirichlet(_Sample):
     """A Dirichlet sample with the gradient of its concentrations."""
-
-    @staticmethod
-    def forward(ctx: Any, alpha: Tensor, sample: Tensor) -> Tensor:
-        ctx.save_for_backward(alpha, sample)
-        return sample.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

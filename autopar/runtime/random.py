@@ -68,11 +68,6 @@ def kept(key: Tensor, op: int, p: float, shape: Sequence[int], cuts: Sequence[Cu
     return kept_at(key, op, p, list(shape), places_of(key, cuts, local))
 
 
-def bits(key: Tensor, op: int, shape: Sequence[int], cuts: Sequence[Cuts], local: Sequence[int]) -> Tensor:
-    """32 random bits for each element of this device's part."""
-    return bits_at(key, op, list(shape), places_of(key, cuts, local))
-
-
 def places_of(key: Tensor, cuts: Sequence[Cuts], local: Sequence[int]) -> list[Tensor]:
     """For each dim, the indices of this device's part."""
     places = [torch.arange(n, dtype=torch.int64, device=key.device) for n in local]
@@ -134,28 +129,33 @@ def _(key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) ->
 IN_TORCH_OPS = {torch.ops.autopar.bits_at.default: _bits_at, torch.ops.autopar.kept_at.default: _kept_at}
 
 
-def uniform(
-    key: Tensor,
-    op: int,
-    shape: Sequence[int],
-    cuts: Sequence[Cuts],
-    local: Sequence[int],
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Uniform draws from [0, 1) for each element of this device's part."""
-    return as_uniform(bits(key, op, shape, cuts, local), dtype)
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The draws of a random op for each element of this device's part of a tensor."""
 
+    key: Tensor
+    op: int
+    shape: Sequence[int]  # shape of the whole tensor
+    cuts: Sequence[Cuts]
+    local: Sequence[int]  # shape of the part
 
-def normal(
-    key: Tensor,
-    op: int,
-    shape: Sequence[int],
-    cuts: Sequence[Cuts],
-    local: Sequence[int],
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Standard normal draws for each element of this device's part."""
-    return as_normal(bits(key, op, shape, cuts, local), bits(key, op + SECOND, shape, cuts, local), dtype)
+    def bits(self, stream: int = 0) -> Tensor:
+        """32 random bits for each element, from one of the op's streams."""
+        places = places_of(self.key, self.cuts, self.local)
+        return bits_at(self.key, self.op + stream * SECOND, list(self.shape), places)
+
+    def whole_numbers(self) -> Tensor:
+        """Signed integers of 64 random bits."""
+        first, second = (self.bits(stream).to(torch.int64) for stream in (0, 1))
+        return (first << 32) | (second & 0xFFFFFFFF)
+
+    def uniform(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers from [0, 1)."""
+        return as_uniform(self.bits(), dtype)
+
+    def normal(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Standard normal numbers."""
+        return as_normal(self.bits(), self.bits(1), dtype)
 
 
 def as_uniform(drawn: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.runtime import forms
-from autopar.runtime.random import bits, key_of, mix, uniform
+from autopar.runtime.random import Draws, key_of, mix
 from tests.oracle import kept, murmur_finalizer
 
 
@@ -21,19 +21,19 @@ def test_the_bits_are_murmurs():
 @pytest.mark.parametrize("shape", [(3, 5, 7), (11,), (), (1, 64)])
 @pytest.mark.parametrize("seed, step, op", [(0, 0, 0), (2**63 - 1, 3, 41), (1234567, 2**40, 7)])
 def test_bits_equal_numpys(shape, seed, step, op):
-    found = bits(torch.tensor(key_of(seed, step)), op, shape, [()] * len(shape), shape)
+    found = Draws(torch.tensor(key_of(seed, step)), op, shape, [()] * len(shape), shape).bits()
     for p in (0.0, 0.1, 0.5, 0.9):
         assert np.array_equal((found >= int(p * 2**32) - 2**31).numpy(), kept(seed, step, op, p, shape))
 
 
 def test_the_bits_look_random():
-    found = bits(torch.tensor(12345), 0, (1000, 1000), [(), ()], (1000, 1000))
+    found = Draws(torch.tensor(12345), 0, (1000, 1000), [(), ()], (1000, 1000)).bits()
     ones = torch.stack([(found >> i) & 1 for i in range(32)]).double()
     assert ((ones.mean((1, 2)) - 0.5).abs() < 5 * 0.5 / 1000).all()
     for axis in (1, 2):  # no correlation with the neighbour
         a, b = ones.narrow(axis, 0, 999) - 0.5, ones.narrow(axis, 1, 999) - 0.5
         assert ((a * b).mean((1, 2)).abs() < 5 * 0.25 / 1000).all()
-    others = bits(torch.tensor(12345), 1, (1000, 1000), [(), ()], (1000, 1000))
+    others = Draws(torch.tensor(12345), 1, (1000, 1000), [(), ()], (1000, 1000)).bits()
     assert (found == others).double().mean() < 1e-5
 
 
@@ -117,9 +117,9 @@ def test_uniform_numbers_are_the_published_finalizer_of_places():
         seed = mix(mix(np.uint32(key % 2**32) ^ np.uint32(op * 0x85EBCA77 % 2**32)) ^ np.uint32(key >> 32))
         rows = mix(mix(np.uint32(0) ^ seed) ^ np.arange(4, dtype=np.uint32))
         bits = mix(rows[:, None] + np.arange(7, dtype=np.uint32) * np.uint32(0x9E3779B9))
-    assert np.array_equal(uniform(KEY, op, shape, ((), ()), shape, torch.float64).numpy(), bits / 2.0**32)
+    assert np.array_equal(Draws(KEY, op, shape, ((), ()), shape).uniform(torch.float64).numpy(), bits / 2.0**32)
     assert np.array_equal(
-        uniform(KEY, op, shape, ((), ()), shape).numpy(), (bits >> 8).astype(np.float32) / np.float32(2**24)
+        Draws(KEY, op, shape, ((), ()), shape).uniform().numpy(), (bits >> 8).astype(np.float32) / np.float32(2**24)
     )
 
 
