@@ -177,6 +177,11 @@ SAMPLES |= {
     "prelu": [dict(input=normal(5, 4, 6), weight=positive(4)), dict(input=normal(5, 4), weight=positive(1))],
     "glu": [dict(input=normal(5, 4, 6), dim=1)],
     "cumsum": [dict(input=normal(5, 4, 6), dim=1)],
+    "cosine_similarity": [
+        dict(x1=normal(5, 4, 6), x2=normal(6), dim=-1),
+        dict(x1=normal(4, 6), x2=normal(5, 4, 6)),
+    ],
+    "linalg_cross": [dict(input=normal(5, 4, 3), other=normal(1, 4, 3))],
     "cumprod": [dict(input=positive(5, 4), dim=0)],
     "tril": [dict(input=normal(6, 5, 4))],
     "triu": [dict(input=normal(6, 5, 4), diagonal=1)],
