@@ -259,13 +259,16 @@ def diag_embed(arguments: Mapping[str, Any]) -> Rule:
 
 
 def rot90(arguments: Mapping[str, Any]) -> Rule:
-    """The two dims that are rotated stay whole."""
-    rank = len(arguments["input"].shape)
-    return (
-        same_dims(letters_of(arguments["input"]), {d % rank for d in arguments.get("dims", (0, 1))}, "x")
-        if rank
-        else parse(" -> ", linear="x")
-    )
+    """A dim that is reversed stays whole; a quarter turn reverses one of the two, and swaps them."""
+    letters = letters_of(arguments["input"])
+    first, second = (d % len(letters) for d in arguments.get("dims", (0, 1)))
+    quarters = arguments.get("k", 1) % 4
+    reversed_ = ((), (second,), (first, second), (first,))[quarters]
+    given = [f"{a}!" if d in reversed_ else a for d, a in enumerate(letters)]
+    out = list(given)
+    if quarters % 2:
+        out[first], out[second] = given[second], given[first]
+    return parse(f"{' '.join(given)} -> {' '.join(out)}", linear="x")
 
 
 def unfold_rule(arguments: Mapping[str, Any]) -> Rule | None:
@@ -486,7 +489,7 @@ each("view_as_complex", "input:T", rule=as_complex, keeps="")
 op("repeat", repeat, "input:T, repeats", (T.repeat, "input, *repeats"), rule=repeat_rule, keeps="")
 op("tile", tile, "input:T, dims", (torch.tile, "input, dims"), (T.tile, "input, *dims"), rule=repeat_rule, keeps="")
 each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None", rule=repeat_rule)
-each("rot90", "input:T, k=1, dims=[0, 1]", rule=rot90)
+each("rot90", "input:T, k=1, dims=(0, 1)", rule=rot90)
 each("roll", "input:T, shifts, dims=None", rule=along_and_linear, keeps="")
 op("flip", torch.flip, "input:T, dims", (T.flip, "input, *dims"), rule=along_and_linear, keeps="")
 op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="", moved=True, reach="pad")
