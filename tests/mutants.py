@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from autopar.codegen import joint_passes, local
+from autopar.graph.graph import op_name
 from autopar.ops.entry import FACTS
 from autopar.runtime import collectives, forms, random
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.notation import parse
+from autopar.tracer import passes
 
 _parse_all, _op, _converted = LocalStep.parse_all, local.Localiser._op, local.Localiser._converted
 
@@ -147,4 +149,27 @@ EXCHANGE_MUTANTS = {
     f"message {k} of {form} is not sent": (form, _without_exchange(form, k))
     for form, count in {"amax_part": 2, "logsumexp_part": 2, "cross_entropy_part": 4, "batch_norm_part": 3}.items()
     for k in range(count)
+}
+
+
+def instead(stage, sound, broken):
+    """Let a broken pass run where the sound one does, in the PASSES of the module `stage`."""
+    return lambda patch: patch.setattr(stage, "PASSES", tuple(broken if p is sound else p for p in stage.PASSES))
+
+
+def _forgets_factors(graph):
+    """The factors of an addmm are left out where it becomes a linear."""
+    for node in graph.nodes:
+        if op_name(node) == "addmm":
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name not in ("alpha", "beta")}
+    passes.addmm_is_linear(graph)
+
+
+# Mutants that need a model of their own, because neither the MLP nor GPT-2 has what they break. Beside each a function
+# of that model (`FunctionModel`, with a weight of 6 by 12) and its input of 6 by 6.
+OWN_MUTANTS = {
+    "the factors of an addmm are lost": (
+        instead(passes, passes.addmm_is_linear, _forgets_factors),
+        lambda m, x: torch.addmm(m.weight[0], x, m.weight, beta=0.5, alpha=2.0).pow(3).sum(),
+    ),
 }

@@ -1,6 +1,6 @@
 """Check an optimizer before it steps parameters of a parallel model: its states, and whether it can step them at all.
 
-Every class and form in torch was tried (tests/runtime/test_optimizers.py): those that are not listed here make the step
+Every class and form in torch was tried (tests/module/test_optimizers.py): those that are not listed here make the step
 of one device. Optimizers of other projects are listed where they were seen to fail in the middle of a step.
 """
 

@@ -379,4 +379,6 @@ def read_signature(text: str) -> inspect.Signature:
     namespace: dict[str, Any] = {}
     known = {"T": Tensor, "SHAPE": SHAPE, "SIZES": SIZES}
     exec(compile(f"def f({text}): ...", "<entry>", "exec", dont_inherit=True), known, namespace)  # never a user's text
-    return inspect.signature(namespace["f"])
+    found = inspect.signature(namespace["f"])
+    hash(found)  # calls are looked up by it: with a list as a default none would be found
+    return found

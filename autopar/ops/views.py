@@ -188,6 +188,16 @@ def diag_embed(arguments: Mapping[str, Any]) -> Rule:
     return rule_from([row.whole(-1)], [made], linear="x")
 
 
+def rot90(arguments: Mapping[str, Any]) -> Rule:
+    """A dim that is reversed stays whole; a quarter turn reverses one of the two, and swaps them."""
+    row = Row.of(arguments["input"])
+    first, second = (d % len(row) for d in arguments.get("dims", (0, 1)))
+    quarters = arguments.get("k", 1) % 4
+    given = row.whole(((), second, (first, second), first)[quarters])
+    swapped = given.replaced(first, given[second]).replaced(second, given[first])
+    return rule_from([given], [swapped if quarters % 2 else given], linear="x")
+
+
 def unfold_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """The dim of windows stays whole; all others may be cut."""
     row = Row.of(arguments["input"])
@@ -335,7 +345,7 @@ each("view_as_complex", "input:T", rule="... parts! -> ...", linear="x", keeps="
 op("repeat", repeat, "input:T, repeats", (T.repeat, "input, *repeats"), rule=repeat_rule, keeps="")
 op("tile", tile, "input:T, dims", (torch.tile, "input, dims"), (T.tile, "input, *dims"), rule=repeat_rule, keeps="")
 each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None", rule=repeat_rule)
-each("rot90", "input:T, k=1, dims=[0, 1]", rule=along((0, 1), linear="x"))
+each("rot90", "input:T, k=1, dims=(0, 1)", rule=rot90)
 each("roll", "input:T, shifts, dims=None", rule=along(linear="x"), keeps="")
 op("flip", torch.flip, "input:T, dims", (T.flip, "input, *dims"), rule=along(linear="x"), keeps="")
 op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=pad_rule, keeps="", moved=True, reach="pad")

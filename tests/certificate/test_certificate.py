@@ -289,6 +289,9 @@ def test_views_keep_what_is_cut():
     assert regrouped((*plain((4,)), eight), (32,)) == (inside, frozenset())
     assert regrouped(inside, (4, 8)) == ((*plain((4,)), eight), frozenset())
     assert regrouped((eight,), (3, 3))[1] == {"tp"}  # does not follow
+    row = ((1, FREE),)  # a row that may be a part
+    assert regrouped((row, *plain((4, 3))), (4, 3)) == (plain((4, 3)), frozenset(FREE))  # squeezed away: it is not lost
+    assert regrouped((row, *plain((4, 3))), (1, 4, 3)) == ((row, *plain((4, 3))), frozenset())
     assert joined([(2, ("tp",)), (3, ()), (5, ())]) == ((30, ("tp",)),)
     assert Type((((4, FREE),),)).opened(["tp"]).open == {"tp"} and MESH.size == 4
 

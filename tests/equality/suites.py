@@ -1,4 +1,6 @@
-"""Two small suites that broken compilers must not pass: an MLP under five plans, and GPT-2 under one."""
+"""Small suites that broken compilers must not pass: an MLP under five plans, GPT-2 under one, and a model of a mutant's
+own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import autopar
 from autopar.testing import Equality
 from tests.equality import gpt2
 from tests.gauntlet.models import Tables
-from tests.models import eager_links, mlp_case, mlp_pins
+from tests.models import FunctionModel, eager_links, mlp_case, mlp_pins
 from tests.training import train, whole
 
 MESH = autopar.DeviceMesh((2, 2), ("dp", "tp"))
@@ -63,3 +65,13 @@ def gpt2_suite(threads):
     plan = gpt2.planned("megatron", MESH, 0.1, "float64")
     for result in threads(4, gpt2.train_parallel, model, batch, plan, "sgd", "float64", 1):
         gpt2.check("gpt2", result, 0.1, "sgd", "float64", steps=1)
+
+
+def own_suite(threads, function):
+    """One step of a model of this function with its rows cut; raises Unequal where it differs from one device."""
+    torch.manual_seed(0)
+    model, batch = FunctionModel(function, 6, 12), {"x": torch.randn(6, 6).double()}
+    expected = two_backwards(0, copy.deepcopy(model), batch, None)
+    plan = autopar.plan(model, batch, mesh=2, constraints={"x": "S(0)@devices"})
+    for result in threads(2, two_backwards, model, batch, plan):
+        Equality.in_float64("a model of its own", result, expected, 1e-9).check()

@@ -7,8 +7,8 @@ import pytest
 from autopar.certificate import VARIABLE
 from autopar.codegen import joint
 from autopar.testing import Unequal
-from tests.equality.suites import gpt2_suite, suite
-from tests.mutants import GPT2_MUTANTS, MUTANTS
+from tests.equality.suites import gpt2_suite, own_suite, suite
+from tests.mutants import GPT2_MUTANTS, MUTANTS, OWN_MUTANTS
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +40,14 @@ def test_a_broken_compiler_is_noticed_by_gpt2(mutant, threads, monkeypatch):
     GPT2_MUTANTS[mutant](monkeypatch)
     with pytest.raises(Unequal):
         gpt2_suite(threads)
+
+
+@pytest.mark.parametrize("mutant", OWN_MUTANTS)
+def test_a_broken_compiler_is_noticed_by_a_model_of_its_own(mutant, threads, monkeypatch):
+    breaks, function = OWN_MUTANTS[mutant]
+    own_suite(threads, function)  # the sound compiler passes
+    joint.LOWERED.clear()
+    monkeypatch.setenv(VARIABLE, "off")
+    breaks(monkeypatch)
+    with pytest.raises(Unequal):
+        own_suite(threads, function)

@@ -714,7 +714,7 @@ BUGS = [
         ("pytorch/pytorch#167213",),
         "Inside a model, `.item()` of a value that waits for its sum read one rank's part.",
         MISSING,
-        shown_by="tests/runtime/test_whole_tensors.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
+        shown_by="tests/module/test_whole_tensors.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
         why="a model that reads a number out of a tensor is refused while it is traced; a loop reads that of the whole",
     ),
     Bug(
@@ -722,7 +722,7 @@ BUGS = [
         ("OrderLab/TrainCheck",),
         "Under one option a script trained the bare model on every rank, and nothing failed.",
         MISSING,
-        shown_by="tests/codegen/test_module.py::test_an_optimizer_from_before_is_refused",
+        shown_by="tests/module/test_parallel_model.py::test_an_optimizer_from_before_is_refused",
         why="an optimizer of the parameters from before autoparallelize is refused when it steps",
     ),
     Bug(
@@ -730,7 +730,7 @@ BUGS = [
         ("pytorch/pytorch#139735",),
         "Assigning to a slice of a distributed tensor changed a copy.",
         STALE,
-        shown_by="tests/runtime/test_whole_tensors.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
+        shown_by="tests/module/test_whole_tensors.py::test_lines_of_a_loop_do_what_they_do_on_one_device",
         why="no write is left after tracing, each is spelled as a new value; what a loop writes to a slice reaches it",
     ),
     Bug(
@@ -738,7 +738,7 @@ BUGS = [
         ("NVIDIA/Megatron-LM#4563",),
         "Evaluation gathered weights without converting them, and training went on with old columns.",
         STALE,
-        shown_by="tests/codegen/test_situations.py::test_train_eval_lengths_and_no_labels",
+        shown_by="tests/module/test_situations.py::test_train_eval_lengths_and_no_labels",
         why="nothing is kept of a gathered weight: each call gathers and casts the parameter itself",
     ),
     Bug(
@@ -746,7 +746,7 @@ BUGS = [
         ("deepspeedai/DeepSpeed#8437",),
         "An optimizer that needs the whole matrix made its step of each rank's part.",
         OPTIMIZER,
-        shown_by="tests/runtime/test_optimizers.py::test_it_makes_the_step_of_one_device_or_is_a_letter",
+        shown_by="tests/module/test_optimizers.py::test_it_makes_the_step_of_one_device_or_is_a_letter",
         why="every optimizer of torch steps as on one device, or is refused by a letter",
     ),
     Bug(

@@ -177,6 +177,15 @@ SAMPLES |= {
     "prelu": [dict(input=normal(5, 4, 6), weight=positive(4)), dict(input=normal(5, 4), weight=positive(1))],
     "glu": [dict(input=normal(5, 4, 6), dim=1)],
     "cumsum": [dict(input=normal(5, 4, 6), dim=1)],
+    "cosine_similarity": [
+        dict(x1=normal(5, 4, 6), x2=normal(6), dim=-1),
+        dict(x1=normal(4, 6), x2=normal(5, 4, 6)),
+    ],
+    "affine_grid": [dict(theta=normal(5, 2, 3), size=(5, 1, 4, 6), align_corners=False)],
+    "col2im": [dict(input=normal(5, 8, 6), output_size=(3, 4), kernel_size=2)],
+    "rot90": [dict(input=normal(5, 4, 6), k=k, dims=(2, 1)) for k in range(4)],
+    "view_as_real": [dict(input=waves(5, 4))],
+    "linalg_cross": [dict(input=normal(5, 4, 3), other=normal(1, 4, 3))],
     "cumprod": [dict(input=positive(5, 4), dim=0)],
     "tril": [dict(input=normal(6, 5, 4))],
     "triu": [dict(input=normal(6, 5, 4), diagonal=1)],
@@ -384,6 +393,31 @@ SAMPLES |= {
         for op, n, hx in (("lstm_cell", 4, (normal(6, 4), normal(6, 4))), ("gru_cell", 3, normal(6, 4)))
     },
 }
+
+# Ops without a sample here: torch's own table of functions has calls of them, which test_every_function.py proves. It
+# leaves out choices along marks (~, ^), so that an op with a local form needs samples here.
+OF_TORCH = frozenset(
+    """
+    acosh adaptive_max_pool1d adaptive_max_pool1d_with_indices adaptive_max_pool2d adaptive_max_pool2d_with_indices
+    adaptive_max_pool3d adaptive_max_pool3d_with_indices addbmm addmv addr airy_ai aminmax bessel_y0 bessel_y1
+    bitwise_left_shift bitwise_right_shift bucketize cdist channel_shuffle chebyshev_polynomial_t
+    chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w cholesky cholesky_inverse cholesky_solve
+    copysign count_nonzero cummax cummin det diag_embed eigh eigvalsh embedding_bag entr erfinv fmax fmin frexp gcd
+    grid_sample heaviside hermite_polynomial_h hermite_polynomial_he huber_loss hypot igamma igammac im2col
+    index_add index_copy index_fill index_put index_reduce inverse isclose isin kthvalue laguerre_polynomial_l lcm
+    ldexp legendre_polynomial_p linalg_cholesky linalg_qr linalg_svd logaddexp2 logcumsumexp logdet logit lu_factor
+    masked_scatter matrix_exp matrix_power max max_pool1d_with_indices max_pool2d_with_indices
+    max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d median min mode modified_bessel_k0
+    modified_bessel_k1 multi_margin_loss multilabel_margin_loss mvlgamma nanmedian nanquantile nansum ndtri
+    nextafter nonzero_static pdist pinv pixel_unshuffle polygamma prod quantile renorm scaled_modified_bessel_k0
+    scaled_modified_bessel_k1 scatter_reduce searchsorted slogdet soft_margin_loss solve solve_triangular
+    spherical_bessel_j0 std std_mean svd svdvals t take take_along_dim trace unfold var var_mean vector_norm
+    view_as_complex xlog1py xlogy zeta
+    """.split()
+)
+# Ops without a sample here that are tried as parts of models.
+OF_MODELS = frozenset("gru lstm rnn_relu rnn_tanh".split())  # equality/test_recurrent.py
+OF_TURNS = frozenset("once turn chunk".split())  # tests/turns: passes make them, no model calls them
 
 
 def is_plain(op):

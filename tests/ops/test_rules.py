@@ -24,7 +24,7 @@ from autopar.sharding.strategies import Strategy, strategies_on_one_axis
 from autopar.space.trial import tupled
 from autopar.tracer import ColoTracer
 from tests.ops.proof import prove, run_all, strategies_of, typed
-from tests.ops.samples import SAMPLES, is_plain, normal, samples
+from tests.ops.samples import OF_MODELS, OF_TORCH, OF_TURNS, SAMPLES, is_plain, normal, samples
 from tests.tracer.cases import Of
 
 
@@ -38,6 +38,17 @@ def test_every_op_of_the_vocabulary_has_a_rule(op):
 )  # the others: tests/ops/test_every_function.py
 def test_every_strategy_computes_what_the_op_computes(op):
     run_all(op)
+
+
+def test_every_rule_is_tried():
+    """An op without a sample would be collected by no test."""
+    tried = {*SAMPLES, *OF_TORCH, *OF_MODELS, *OF_TURNS}
+    missing = sorted(
+        op for op, facts in FACTS.items() if facts.rule is not None and op not in tried and not is_plain(op)
+    )
+    assert not missing, f"no test tries the rules of {missing}: give them calls in SAMPLES of tests/ops/samples.py"
+    assert OF_TORCH.isdisjoint(SAMPLES)
+    assert not [op for op in tried - SAMPLES.keys() if FACTS[op].serves], "what a form computes is tried on samples"
 
 
 SENDING = sorted(op for op, facts in FACTS.items() if facts.serves and facts.form and SAMPLES.get(op))

@@ -59,7 +59,7 @@ def test_an_op_has_the_defaults_of_the_table(name):
         return (
             real == default
             or (real in (None, []) and default is None)
-            or (isinstance(real, list) and all(v == default for v in real))
+            or (isinstance(real, list) and (tuple(real) == default or all(v == default for v in real)))
         )
 
     assert (

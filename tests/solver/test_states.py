@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.solver.refine import lightest, refined
+from autopar.solver.state_program import by_program
 from autopar.solver.states import StateSearch, cut
 from autopar.space.timeline import Momentary, Run, Timeline
 
@@ -158,6 +159,22 @@ def test_what_is_found_is_within_the_budget_and_mostly_the_best():
             asked += none > budget
             best += none > budget and found.seconds <= truth + 1e-12
     assert asked > 200 and best >= 0.95 * asked, (best, asked)
+
+
+def test_integer_programs_find_what_fits_and_mostly_the_best():
+    """Of 13 lines with three budgets each, most that some set of runs fits into have the fewest seconds of all sets."""
+    asked = best = 0
+    for seed in range(13):
+        line = drawn(seed)
+        every = [StateSearch(line).of(s) for s in subsets(line)]
+        for share in (0.9, 0.75, 0.6):
+            budget = share * StateSearch(line).none.peak
+            fits = [s.seconds for s in every if s.peak <= budget]
+            found = by_program(StateSearch(line), budget)
+            assert found is None or (found.peak <= budget and found.seconds >= min(fits))
+            asked += bool(fits)
+            best += found is not None and found.seconds == min(fits)
+    assert asked > 20 and best >= 0.7 * asked, (best, asked)
 
 
 @pytest.mark.parametrize("seed", range(40))

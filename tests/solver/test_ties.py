@@ -34,8 +34,8 @@ def test_what_hides_is_reduced_once_and_scattered():
     }
     ways = [tuple(s.kind for s in c.backward) for c in plan.conversions if c.source in owners and c.backward]
     # a gradient that is scattered along another dim than the first is turned where it is least
-    assert len(ways) == 76 and set(ways) <= {("reduce_scatter",), ("reduce_scatter", "all_to_all")}
-    assert ways.count(("reduce_scatter",)) >= 75
+    assert len(ways) == len(plan.parameters) and set(ways) <= {("reduce_scatter",), ("reduce_scatter", "all_to_all")}
+    assert ways.count(("reduce_scatter",)) >= len(ways) - 1
 
 
 def test_layers_do_not_fall_apart():

@@ -91,7 +91,7 @@ def validate(data: dict[str, Any], space: Space) -> None:
     for amount, first, last in space.memory.missing(flows.__getitem__):
         events[first] = events.get(first, 0.0) + amount
         events[last + 1] = events.get(last + 1, 0.0) - amount
-    beside = space.memory.beside(Taken(np.array(picked), *np.array(flows).T))  # counted by tests/codegen/test_memory.py
+    beside = space.memory.beside(Taken(np.array(picked), *np.array(flows).T))  # counted by tests/space/test_memory.py
     held = 0.0
     for time in range(space.memory.times):
         held += events.get(time, 0.0)

@@ -232,7 +232,7 @@ def test_an_op_without_a_rule_is_named():
 def test_an_op_without_a_rule_is_an_error_when_strict():
     with pytest.raises(autopar.NoRule, match="waves") as letter:
         autopar.plan(Waves(8, 8), {"x": torch.randn(8, 8)}, mesh=2, strict=True)
-    assert "test_module.py" in letter.value.at
+    assert "test_parallel_model.py" in letter.value.at
 
 
 def test_a_users_own_rule_is_used():

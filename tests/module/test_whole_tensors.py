@@ -465,6 +465,26 @@ def test_a_rank_that_reads_alone_has_a_letter(processes):
     assert said[0].startswith("Lost: rank 1 did not come") and "a read of a parameter" in said[0]
 
 
+LOCAL = {
+    "its text": repr,
+    "a format": lambda p: f"{p}",
+    "its shape": lambda p: (p.shape, p.dim(), p.numel(), p.dtype),
+    "its version": lambda p: p._version,
+}
+
+
+@pytest.mark.parametrize("read", LOCAL)
+def test_a_rank_may_make_alone_what_tells_of_its_part(read, threads):
+    """`if rank == 0: print(f"{p}")` sends nothing: the other ranks make no such line."""
+
+    def body(rank):
+        model, batch = made()
+        mine = autopar.autoparallelize(model, batch, mesh=2, parallel="zero3", cluster=eager_links())
+        return LOCAL[read](mine.l.weight) if rank == 0 else None
+
+    assert threads(2, body)[0] is not None
+
+
 def test_other_dtensors_are_read_and_written_as_torch_does(threads):
     """Those on a mesh on which no parallel model lies."""
 

@@ -1,6 +1,6 @@
 """What a user may get wrong, each met by a letter on every rank before any of them waits for another.
 
-Faults of ranks are in tests/runtime/test_faults.py, parts of batches in test_local.py.
+Faults of ranks are in tests/runtime/test_faults.py, parts of batches in test_local_inputs.py.
 """
 
 from __future__ import annotations

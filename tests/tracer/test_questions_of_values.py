@@ -24,7 +24,7 @@ def test_what_depends_on_no_input_is_computed():
         "a condition is True: it depends on no input",
         *(f"a value is {v}: it depends on no input" for v in (0.0, 0.5, 1.0)),
     }
-    assert all("test_questions.py:" in a for a in graph.assumptions)
+    assert all("test_questions_of_values.py:" in a for a in graph.assumptions)
 
 
 def test_what_is_known_needs_no_assumption():
@@ -53,7 +53,7 @@ def asks(m, x):
 
 
 def test_the_caller_may_answer_a_branch_by_its_line():
-    line = f"test_questions.py:{asks.__code__.co_firstlineno + 1}"
+    line = f"test_questions_of_values.py:{asks.__code__.co_firstlineno + 1}"
     with pytest.raises(NotCaptured, match=r"value of a tensor.*input x") as letter:
         traced(asks)
     assert f'Assume(branches={{"{line}": True}})' in letter.value.advice
