@@ -99,6 +99,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     types = dict(zip(program.parameters, list(program.types.values())[joint.inputs :], strict=False))
     at = {primal: states.reads.get(name) or Read(0, 0, types[name].nbytes) for name, primal in primals.items()}
     joint.whole = {primal: read.nbytes for primal, read in at.items()}
+    joint.window = {primal: read.window for primal, read in at.items()}
     joint.alone = {primal for primal, read in at.items() if read.is_alone}
     joint.reduced_at_once = {primal for name, primal in primals.items() if name in states.scattered}
     joint.ways = {primal: _way_from(program.fx, place) for place, primal in enumerate(joint.primals)}

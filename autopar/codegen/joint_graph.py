@@ -32,6 +32,7 @@ class JointGraph:
     differentiable: tuple[int, ...]
     inputs: int  # number of primals that are inputs; their gradients go to the caller only
     whole: dict[fx.Node, int] = field(default_factory=dict)  # bytes of all parts of each parameter
+    window: dict[fx.Node, int] = field(default_factory=dict)  # the window in which forward first reads each parameter
     alone: set[fx.Node] = field(default_factory=set)  # parameters whose gradients share no bucket
     # Names of the conversions and views through which all readers of a parameter get it.
     ways: dict[fx.Node, frozenset[str]] = field(default_factory=dict)

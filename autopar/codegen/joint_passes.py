@@ -16,7 +16,7 @@ from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
 from autopar.runtime.private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, TO_COPY, UNSAFE_VIEW
 from autopar.sharding.convert import LocalStep
-from autopar.space.windows import BUCKET, buckets
+from autopar.space.windows import buckets_by_window
 
 START = torch.ops.autopar.start.default
 _GATHERING = ("all_gather", "all_to_all")  # along the first of their dims
@@ -194,7 +194,7 @@ _MOVES = (*_REDUCTIONS, STEPS["all_to_all"], STEPS["all_gather"])  # steps over 
 
 
 def bucket_gradient_reductions(joint: JointGraph) -> None:
-    """Reduce gradients over the same axes in buckets, one message each.
+    """Reduce gradients of one window over the same axes in buckets, one message each.
 
     Gradients that micro-batches accumulate before their reduction share no bucket with those that are reduced in every
     micro-batch. The gradient of a large table whose rows are looked up has no bucket.
@@ -205,15 +205,17 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     waits = {g for g, held in zip(joint.gradients, joint.held, strict=True) if held is not g}
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
     whole: dict[fx.Node, int] = {}  # bytes of each gradient's whole parameters
+    window: dict[fx.Node, int] = {}
     alone = set[fx.Node]()
     for i, g in zip(joint.wanted, joint.gradients, strict=True):
         if g is not None and i >= joint.inputs:
             whole[g] = whole.get(g, 0) + joint.whole[joint.primals[i]]
+            window.setdefault(g, joint.window[joint.primals[i]])
             if joint.primals[i] in joint.alone:
                 alone.add(g)
     behind = _behind_reductions(joint, whole)
     gradient = {reduction: [reduction, *steps][-1] for reduction, steps in behind.items()}
-    full = _closing(sorted(whole.keys() - alone, key=place.__getitem__), whole)
+    full = _closing(sorted(whole.keys() - alone, key=place.__getitem__), whole, window)
     waiting: dict[Any, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
         if node in gradient and gradient[node] not in alone:
@@ -223,7 +225,8 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
             key = of in waits, _ways_alike(way), full[of] if behind[node] else -1
             waiting.setdefault(key, []).append(way)
     for ways in waiting.values():
-        for places in buckets([whole[gradient[way[-1]]] for way in ways], BUCKET):
+        of_ways = [gradient[way[-1]] for way in ways]
+        for places in buckets_by_window([whole[g] for g in of_ways], [window[g] for g in of_ways]):
             bucket = [ways[k] for k in places]
             last = _travel_together(joint.graph, bucket, max((way[-1] for way in bucket), key=place.__getitem__))
             for way in bucket if len(bucket) > 1 else ():  # steps on a reduced gradient go behind the bucket
@@ -241,9 +244,11 @@ def _behind_reductions(joint: JointGraph, gradients: Iterable[fx.Node]) -> dict[
     return {end: steps for end, *steps in filter(None, left) if _way_to(end)}
 
 
-def _closing(made: Sequence[fx.Node], sizes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+def _closing(
+    made: Sequence[fx.Node], sizes: Mapping[fx.Node, int], window: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
     """The bucket number of each gradient, if all of them, in this order, shared one sequence of buckets."""
-    filled = buckets([sizes[g] for g in made], BUCKET)
+    filled = buckets_by_window([sizes[g] for g in made], [window[g] for g in made])
     return {made[k]: i for i, places in enumerate(filled) for k in places}
 
 

@@ -233,12 +233,20 @@ Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
 def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int | None, list[tuple[fx.Node, int]]]:
-    """The first readers of each window's parameters with whole bytes, in an order that all ranks share."""
+    """Where the ops that first read each window's parameters begin, with whole bytes, in an order that all ranks share.
+
+    Backward of a product begins with the gradient of the weight, which does not read it.
+    """
+    mark = BACK if half.is_backward else OP
+    begins: dict[str, fx.Node] = {}
+    for node in half.graph.nodes:
+        if mark in node.meta and node not in made and not node.meta.get(RECOMPUTED):
+            begins.setdefault(node.meta[mark], node)
     first: dict[str, fx.Node] = {}
     reads: dict[str, Read] = {}
 
     def note(name: str, read: Read, reader: fx.Node) -> None:
-        first[name] = min(reader, first.get(name, reader))
+        first[name] = min(reader, begins.get(reader.meta.get(mark, ""), reader), first.get(name, reader))
         reads[name] = read
 
     for node, parameter in made.items():

@@ -42,6 +42,7 @@ class _Cargo(NamedTuple):
 
     type: TensorType
     ahead: ShapeConsistencyManager | None  # the conversions that gather a parameter, or what is handed on from one
+    back: ShapeConsistencyManager  # those of its gradient: behind a parameter's own edge, in buckets
     is_handed_on: bool  # whether ops other than a gathered cast stand between the parameter and this edge
     stays: bool  # whether the gathered copy is still there as backward begins
     reduced_in: int  # itemsize of its gradient while it is reduced; 0: the value's own
@@ -77,7 +78,7 @@ class EdgeBuilder:
         self.schedule = schedule
         self.habits = habits
         self.conversions = shared.values
-        self.reductions = shared.gradients
+        self.reductions = shared.reductions(schedule)
         self.gathers = shared.gathers(schedule, parameters)
         self.once = shared.once
 
@@ -108,10 +109,12 @@ class EdgeBuilder:
 
     def _cargo(self, value: fx.Node, type_: TensorType) -> _Cargo:
         owners = self.parameters.owners
+        is_handed_on = self.parameters.is_handed_on(value)
         return _Cargo(
             type_,
             self.gathers if value in owners else None,
-            self.parameters.is_handed_on(value),
+            self.reductions if value in owners and not is_handed_on else self.conversions,
+            is_handed_on,
             owners.get(value) in self.schedule.stays,
             self.parameters.reduced_in.get(value, 0),
             info(value).chunks,
@@ -145,7 +148,7 @@ class EdgeBuilder:
             itemsize=cargo.type.itemsize,
             has_gradient=cargo.type.requires_grad,
             ahead=cargo.ahead,
-            back=self._reductions(cargo) if cargo.is_parameter else None,
+            back=cargo.back if cargo.is_parameter else None,
             forward=table.forward,
             backward=table.backward,
             reduced_in=cargo.reduced_in,
@@ -202,15 +205,11 @@ class EdgeBuilder:
         )
         return table if cargo.is_parameter else np.where(self._against_habit(given, taken), np.inf, table)
 
-    def _reductions(self, cargo: _Cargo) -> ShapeConsistencyManager:
-        """The manager for gradients: behind the parameter's own edge they are reduced at once, in no bucket."""
-        return self.reductions if cargo.is_parameter and not cargo.is_handed_on else self.conversions
-
     def _backward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of converting a gradient once, and of casting it before that, by [given, taken]."""
         type_ = cargo.type
         back = functools.partial(
-            self._reductions(cargo).table,
+            cargo.back.table,
             type_.shape,
             sources=[gradients(f) for f in taken],
             targets=[gradients(f) for f in given],

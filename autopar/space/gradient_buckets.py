@@ -9,10 +9,10 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, type_of
 from autopar.space.lifetimes import Lifetimes, readers
-from autopar.space.schedule import travels_alone
+from autopar.space.schedule import Schedule, travels_alone
 from autopar.space.setting import Setting
 from autopar.space.space import Site
-from autopar.space.windows import buckets
+from autopar.space.windows import buckets_by_window
 from autopar.space.wiring import Wiring
 
 
@@ -27,11 +27,18 @@ class GradientBuckets:
     settled: int  # the last time of backward
 
     @staticmethod
-    def of(trained: Sequence[fx.Node], lifetimes: Lifetimes, wiring: Wiring, setting: Setting) -> GradientBuckets:
+    def of(
+        trained: Sequence[fx.Node], lifetimes: Lifetimes, schedule: Schedule, wiring: Wiring, setting: Setting
+    ) -> GradientBuckets:
         clock = lifetimes.clock
         accumulates = setting.passes > 1
-        whole = [clock.mirrored(lifetimes.first_use(n)) for n in trained]
-        closes = _closes(whole, [type_of(n).nbytes for n in trained], [travels_alone(n) for n in trained])
+        first = [lifetimes.first_use(n) for n in trained]
+        closes = _closes(
+            [clock.mirrored(op) for op in first],
+            [type_of(n).nbytes for n in trained],
+            [schedule.of[op] for op in first],
+            [travels_alone(n) for n in trained],
+        )
         wait = [n for n in trained if not is_always(wiring.site(n), wiring.site(n).scattered)] if accumulates else []
         twice = setting.accumulation > 1 and setting.turns > 1
         closing = dict(zip(trained, closes, strict=True))
@@ -49,14 +56,14 @@ def trained_parameters(graph: Graph) -> list[fx.Node]:
     return [n for n in graph.parameters.values() if type_of(n).requires_grad and readers(n)]
 
 
-def _closes(ready: Sequence[int], sizes: Sequence[int], alone: Sequence[bool]) -> list[int]:
+def _closes(ready: Sequence[int], sizes: Sequence[int], windows: Sequence[int], alone: Sequence[bool]) -> list[int]:
     """The time at which each gradient's bucket is full.
 
-    A gradient is given by the time at which it is made, its bytes, and whether it travels alone.
+    A gradient is given by the time at which it is made, its bytes, its window, and whether it travels alone.
     """
     order = sorted((k for k in range(len(ready)) if not alone[k]), key=lambda k: ready[k])
     closes = list(ready)
-    for bucket in buckets([sizes[k] for k in order]):
+    for bucket in buckets_by_window([sizes[k] for k in order], [windows[k] for k in order]):
         for i in bucket:
             closes[order[i]] = ready[order[bucket[-1]]]
     return closes

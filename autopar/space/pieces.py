@@ -40,7 +40,7 @@ def memory_of(
     clock = Clock.of(graph, _updates(len(trained), setting))
     groups = held_by_kernels(shared.kernels, setting.cluster.device.kernels)
     lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels, groups)
-    buckets = GradientBuckets.of(trained, lifetimes, wiring, setting)
+    buckets = GradientBuckets.of(trained, lifetimes, schedule, wiring, setting)
     op_bytes = OpBytes(wiring, lifetimes, bytes_, setting.cluster.device.kernels)
     sites = SitePieces(graph, setting, wiring, lifetimes, buckets, bytes_, op_bytes)
     for node in graph.nodes:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+import torch.fx as fx
+
 from autopar.graph.graph import Graph, type_of
 from autopar.once import Once
 from autopar.sharding.convert import ShapeConsistencyManager
@@ -30,46 +32,50 @@ class Shared:
 
     setting: Setting
     values: ShapeConsistencyManager
-    gradients: ShapeConsistencyManager
     bytes: LocalBytes
     kernels: KernelSites
     choices: dict[Hashable, tuple[Choice, ...]] = field(default_factory=dict)  # strategies and sizes -> choices
     sites: dict[Hashable, Site] = field(default_factory=dict)  # sites by all that their choices and seconds depend on
-    by_message: dict[Message, ShapeConsistencyManager] = field(default_factory=dict)  # the managers of gathers
+    # managers of gathers and reductions, by their messages and kinds
+    by_message: dict[tuple[Message, tuple[str, ...]], ShapeConsistencyManager] = field(default_factory=dict)
     once: Once = field(default_factory=Once)  # shared edges, their ends and their tables
 
     @staticmethod
     def of(graph: Graph, setting: Setting) -> Shared:
-        trained = [t.nbytes for t in map(type_of, graph.parameters.values()) if t.requires_grad]
         values = ShapeConsistencyManager(setting.mesh, setting.cluster)
-        share = min(1.0, BUCKET / max(1, sum(trained)))
-        bucket = Message(share * sum(trained), max(1.0, share * len(trained)))
-        gradients = _in_messages(setting, values, {"all_reduce": bucket, "reduce_scatter": bucket})
         kernels = KernelSites.of(graph, setting.kernels, setting.apart)
-        return Shared(setting, values, gradients, LocalBytes(setting.mesh), kernels)
+        return Shared(setting, values, LocalBytes(setting.mesh), kernels)
 
     def gathers(self, schedule: Schedule, parameters: ParameterValues) -> ShapeConsistencyManager:
         """Conversions of parameters that are gathered in the windows of a schedule; one for equal messages."""
-        message = _gathered_together(schedule, parameters)
-        if message not in self.by_message:
-            self.by_message[message] = _in_messages(self.setting, self.values, {"all_gather": message})
-        return self.by_message[message]
+        casts = {parameter: cast for cast, parameter in parameters.casts.items()}
+        sizes = {parameter: type_of(casts.get(parameter, parameter)).nbytes for parameter in schedule.buckets}
+        return self._together(_of_a_window(schedule, sizes), "all_gather")
+
+    def reductions(self, schedule: Schedule) -> ShapeConsistencyManager:
+        """Conversions of gradients that are reduced in buckets of these windows; one for equal messages."""
+        trained = {p: type_of(p).nbytes for p in schedule.buckets if type_of(p).requires_grad}
+        whole = _of_a_window(schedule, trained)
+        share = min(1.0, BUCKET / max(1.0, whole.nbytes))
+        bucket = Message(share * whole.nbytes, max(1.0, share * whole.tensors))
+        return self._together(bucket, "all_reduce", "reduce_scatter")
+
+    def _together(self, message: Message, *kinds: str) -> ShapeConsistencyManager:
+        """Conversions of values that share messages of these kinds."""
+        key = message, kinds
+        if key not in self.by_message:
+            self.by_message[key] = ShapeConsistencyManager(
+                self.setting.mesh, self.setting.cluster, messages=dict.fromkeys(kinds, message), like=self.values
+            )
+        return self.by_message[key]
 
 
-def _in_messages(
-    setting: Setting, values: ShapeConsistencyManager, messages: Mapping[str, Message]
-) -> ShapeConsistencyManager:
-    """Conversions of values that share messages of these kinds."""
-    return ShapeConsistencyManager(setting.mesh, setting.cluster, messages=messages, like=values)
-
-
-def _gathered_together(schedule: Schedule, parameters: ParameterValues) -> Message:
-    """The median message in which a window gathers its parameters."""
-    casts = {parameter: cast for cast, parameter in parameters.casts.items()}
+def _of_a_window(schedule: Schedule, sizes: Mapping[fx.Node, int]) -> Message:
+    """All parameters of a window, the median in bytes and in number."""
     found: dict[int, list[int]] = {}
-    for parameter, (first, _) in schedule.buckets.items():
-        window = schedule.of[first]
-        found.setdefault(window, []).append(type_of(casts.get(parameter, parameter)).nbytes)
+    for parameter, nbytes in sizes.items():
+        first, _ = schedule.buckets[parameter]
+        found.setdefault(schedule.of[first], []).append(nbytes)
     if not found:
         return ALONE
     return Message(statistics.median(map(sum, found.values())), statistics.median(map(len, found.values())))

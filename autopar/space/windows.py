@@ -49,6 +49,15 @@ class Window:
         return moved, sum(float(run[picked[i]]) for i, run in self.compute)
 
 
+def buckets_by_window(sizes: Sequence[int], windows: Sequence[int]) -> list[list[int]]:
+    """The buckets of items that are given in order, each of one window: what is reduced beside its neighbour."""
+    found = list[list[int]]()
+    for window in dict.fromkeys(windows):
+        places = [k for k, of in enumerate(windows) if of == window]
+        found += [[places[k] for k in bucket] for bucket in buckets([sizes[k] for k in places])]
+    return found
+
+
 def buckets(sizes: Sequence[int], full: int = BUCKET) -> list[list[int]]:
     """Indices of items grouped in order into buckets, each closed once it holds `full` bytes or more."""
     found = list[list[int]]()

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from autopar.codegen import joint, joint_passes, lower
+from autopar.codegen import joint, lower
 from autopar.request import Request
 from autopar.runtime.collectives import BEGIN
 from autopar.search import plan_of
@@ -69,7 +69,6 @@ def test_a_sum_over_two_axes_goes_on_to_its_end():
 @pytest.mark.parametrize("parallel", PRESETS, ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_what_is_priced_beside_compute_begins_ahead(mesh, parallel, monkeypatch):
-    monkeypatch.setattr(joint_passes, "BUCKET", 20_000)
     monkeypatch.setattr(presets, "BUCKET", BLOCK)  # so that these models have several windows
     joint.LOWERED.clear()
     model, batch, how = models(mesh)

@@ -14,10 +14,11 @@ from torch import nn
 
 import autopar
 from autopar import DeviceMesh, Plan
-from autopar.codegen import joint, joint_passes, lower
+from autopar.codegen import joint, lower
 from autopar.codegen.local import local_program
 from autopar.graph.graph import info
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
+from autopar.space import windows
 from autopar.space.schedule import schedule_of
 from autopar.space.windows import BLOCK, BUCKET
 from autopar.testing import Equality, on_processes, on_threads
@@ -28,7 +29,7 @@ from tests.training import train, whole
 
 def small_buckets(patch):
     """Few gradients in a bucket."""
-    patch.setattr(joint_passes, "BUCKET", 20_000)
+    patch.setattr(windows.buckets, "__defaults__", (20_000,))
     joint.LOWERED.clear()
 
 
