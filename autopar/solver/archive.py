@@ -20,7 +20,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
 from autopar.solver import folding
-from autopar.solver.decision import Conversion, Decision
+from autopar.solver.decision import Conversion, Decision, State, states_of
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
@@ -153,7 +153,6 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "cluster": _text(data["cluster"]),
         "decisions": {name: _decision(name, d, mesh) for name, d in data["decisions"].items()},
         "conversions": _each(data["conversions"], lambda c: _conversion(c, mesh)),
-        "regathered": _names(data["regathered"]),
         "step_time_s": _number(data["step_time_s"]),
         "lower_bound_s": _number(data["lower_bound_s"]),
         "parameter_bytes": _sizes(data["parameter_bytes"]),
@@ -181,8 +180,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "precision": None if data["precision"] is None else _pair(data["precision"], _text),
         "scattered": _names(data["scattered"]),
         "recompute_s": 0.0 if data["version"] < VERSION else _number(data["recompute_s"]),
-        "recomputed": frozenset() if data["version"] < VERSION else _names(data["recomputed"]),
-        "passing": dict(_each(_without_segments(data).get("passing", []), lambda pair: _pair(pair, _text))),
+        "states": _states(_without_segments(data)),
         "needed": {_text(name): _bytes_and_seconds(figures) for name, figures in data.get("needed", {}).items()},
         "unaligned": {_text(name): _number(seconds) for name, seconds in data.get("unaligned", {}).items()},
         "first_peak_bytes": _whole(data.get("first_peak_bytes", 0)),
@@ -208,6 +206,13 @@ def _without_segments(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if "segments" in data:
         raise BadPlan("the plan recomputes in segments, as another autopar did", advice="plan again")
     return data
+
+
+def _states(data: Mapping[str, Any]) -> dict[str, State]:
+    """The states of values; they stand in three lists of the file."""
+    recomputed = frozenset[str]() if data["version"] < VERSION else _names(data["recomputed"])
+    passing = dict(_each(data.get("passing", []), lambda pair: _pair(pair, _text)))
+    return states_of(recomputed, passing, _names(data["regathered"]))
 
 
 def _bytes_and_seconds(figures: Any) -> tuple[int, float]:
@@ -365,8 +370,6 @@ def refuse_contradictions(plan: Plan) -> None:
         if family not in plan.kernels:
             raise BadPlan(f"the plan has a kernel of {family} in the place of {name}, and uses no such kernels")
     for name, op in plan.passing.items():
-        if name not in plan.recomputed:
-            raise BadPlan(f"the plan makes {name} in passing, which it does not recompute")
         if op not in plan.decisions or plan.decisions[op].kind != "op":
             raise BadPlan(f"the plan makes {name} in passing for what is behind {op}, which is not one of its ops")
     for c in plan.conversions:
