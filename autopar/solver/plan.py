@@ -149,11 +149,8 @@ class Plan:
     write_report: ClassVar[Callable[..., Path] | None] = None  # given by autopar.report
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
-        object.__setattr__(self, "parameter_bytes", MappingProxyType(dict(self.parameter_bytes)))
-        object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
-        object.__setattr__(self, "needed", MappingProxyType(dict(self.needed)))
-        object.__setattr__(self, "states", MappingProxyType(dict(self.states)))
+        for name in ("decisions", "parameter_bytes", "memory", "states", "sources", "needed", "unaligned"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def __reduce__(self) -> Any:  # a plan travels between ranks as data
         return Plan.from_dict, (self.to_dict(),)
@@ -341,7 +338,7 @@ class Plan:
 
         Whether it is a plan of some model is for `validate` to say.
         """
-        plan = Plan(**archive.fields_of(data))
+        plan = Plan(**archive.fields_of(Plan, data))
         archive.refuse_contradictions(plan)
         return plan
 
