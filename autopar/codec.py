@@ -19,7 +19,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Read = Callable[[Any], Any]  # takes data of JSON; raises one of UNREADABLE, or a letter
@@ -222,7 +222,8 @@ def number(value: Any, least: float = -math.inf, most: float = math.inf) -> floa
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{shown(value)} is not a finite number")
     if not least <= value <= most:
-        raise ValueError(f"{shown(value)} is not a number from {least:g} to {most:g}")
+        end = f" to {most:g}" if math.isfinite(most) else ""
+        raise ValueError(f"{shown(value)} is not a number from {least:g}{end}")
     return float(value)
 
 
@@ -231,10 +232,3 @@ def whole(value: Any, least: int = 0, most: int = _MOST) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < most:
         raise ValueError(f"{shown(value)} is not a whole number from {least} to {most}")
     return value
-
-
-def one_of(value: Any, known: Collection[str]) -> str:
-    """Reads a name among those that are known."""
-    if text(value) not in known:
-        raise ValueError(f"{shown(value)} is not one of {', '.join(known)}")
-    return str(value)

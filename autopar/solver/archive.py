@@ -93,8 +93,14 @@ def _optimizer(value: Any) -> str | float:
     return value
 
 
+def _family(value: Any) -> str:
+    """The name of a family of kernels."""
+    if value not in NAMES:
+        raise ValueError(f"{codec.shown(value)} names no kernels")
+    return str(value)
+
+
 _COUNT = functools.partial(codec.whole, least=1)
-_FAMILY = functools.partial(codec.one_of, known=NAMES)
 _PAIRS = codec.each(codec.in_order(codec.text, codec.text))
 _STRATEGIES = codec.each(lambda data: Strategy.parse(codec.text(data)))
 _READS: dict[Any, Read] = {
@@ -102,8 +108,8 @@ _READS: dict[Any, Read] = {
     "optimizer": _optimizer,
     "budget": lambda data: math.inf if data is None else float(_COUNT(data)),  # JSON has no infinity
     **dict.fromkeys(("accumulation", "chunks", "microbatches", "window_bytes"), _COUNT),
-    "kernels": codec.each(_FAMILY),
-    "fused": codec.by_name(_FAMILY),
+    "kernels": codec.each(_family),
+    "fused": codec.by_name(_family),
     "sources": codec.by_name(codec.number),
     "passing": lambda data: dict(_PAIRS(data)),
 }
