@@ -58,9 +58,9 @@ def with_random_states(plan: Plan, rng: np.random.Generator, shares: Sequence[fl
     share = rng.choice(shares)
     recomputed = frozenset(v for v in [*ops, *(c.name for c in plan.conversions)] if rng.random() < share)
     if not recomputed or rng.random() < 0.5:
-        return replace(plan, recomputed=recomputed)
+        return plan.recomputing(recomputed)
     passing = {name: str(rng.choice(ops)) for name in sorted(recomputed) if rng.random() < 0.5}
-    return replace(plan, recomputed=recomputed, passing=passing)
+    return plan.recomputing(recomputed, passing)
 
 
 def random_plan_with(

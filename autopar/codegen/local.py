@@ -49,6 +49,7 @@ class LocalProgram:
     is_random: bool = False  # a last placeholder takes the random key of the step
     notes: dict[str, str] = field(default_factory=dict)  # remarks for who reads it, by the names of nodes
     fused: Mapping[str, str] = field(default_factory=dict)  # families of kernels by the results of their groups
+    recomputed: frozenset[str] = frozenset()  # the values that the plan recomputes, by their names in the graph
 
     def __str__(self) -> str:
         return print_program(self)
@@ -105,6 +106,7 @@ class Localiser:
         self.coordinate = coordinate
         self.rows = rows
         self.conversions = {(c.target, c.operand): c for c in plan.conversions}
+        self.recomputed = plan.recomputed
         self.fx = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.types: dict[str, TensorType] = {}
@@ -143,12 +145,13 @@ class Localiser:
             self.graph.is_random,
             {node.name: note for node in self.fx.nodes if (note := self._note(node))},
             fused_in(self.graph, self.plan),
+            self.recomputed,
         )
 
     def _note(self, node: fx.Node) -> str:
         """A remark that the plan recomputes the value of this node, and why; empty where the value is saved."""
         about = info(node) if node.op == "call_function" else None
-        names = self.plan.recomputed.intersection((about.key, *about.names)) if about else ()
+        names = self.recomputed.intersection((about.key, *about.names)) if about else ()
         return text.why_recomputed(self.plan, min(names)) if names else ""
 
     def _of_kind(self, kind: str) -> list[fx.Node]:

@@ -82,7 +82,15 @@ def _groups(program: LocalProgram) -> Iterator[tuple[Family, Match, Mapping[str,
                     f"the plan has a kernel of {family.name} in the place of {name}, and its program other ops",
                     advice="plan again",
                 )
-            yield family, *found
+            match, arguments = found
+            about = [info(result) for result in match.results]
+            if len({program.recomputed.isdisjoint((one.key, *one.names)) for one in about}) > 1:
+                raise BadPlan(
+                    f"the plan has a kernel of {family.name} in the place of {name}, recomputes some of its results, "
+                    "and saves others",
+                    advice="plan.recomputing(...), under which kernels stand where they can",
+                )
+            yield family, match, arguments
 
 
 def is_kernel(node: fx.Node) -> bool:

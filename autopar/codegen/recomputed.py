@@ -47,7 +47,8 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
     Ops that view the memory of a recomputed operand are included: where a kernel lays out that operand otherwise, the
     view is a copy.
     """
-    if not plan.recomputed:
+    recomputed = plan.recomputed
+    if not recomputed:
         return NOTHING
     kind = "cpu" if device == "cpu" else "cuda"
     views = _views(graph, kind)
@@ -56,7 +57,7 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
     found: dict[fx.Node, None] = {}
     for node in nodes:
         about = info(node)
-        is_named = not plan.recomputed.isdisjoint((about.key, *about.names))
+        is_named = not recomputed.isdisjoint((about.key, *about.names))
         follows = about.kind == "part" or about.key in views
         if is_named or (follows and any(operand in found for operand in node.all_input_nodes)):
             found[node] = None

@@ -12,8 +12,7 @@ import json
 import math
 import operator
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,8 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from autopar import codec
+from autopar.codec import Codec, Write
 from autopar.graph.kept import NotKept
 from autopar.graph.nodes import Info, Leaf, TensorType, info
 from autopar.letters import BadGraph
@@ -36,29 +37,11 @@ VERSION = 2
 
 def write(graph: Graph) -> str:
     """The graph as JSON text that `read_fields` reads."""
-    return json.dumps(
-        {
-            "autopar_graph": VERSION,
-            "nodes": [_node(n) for n in graph.nodes],
-            "input_spec": _spec(graph.input_spec),
-            "input_leaves": [_value(v) for v in graph.input_leaves],
-            "output_spec": _spec(graph.output_spec),
-            "output_leaves": [_value(v) for v in graph.output_leaves],
-            "output_names": graph.output_names,
-            "updates": graph.updates,
-            "sets": [(name, _value(value)) for name, value in graph.sets],
-            "assumptions": graph.assumptions,
-            "training": graph.training,
-            "unread": [(name, t.shape, t.dtype, t.requires_grad) for name, t in graph.unread],
-            "backward_from": graph.backward_from,
-            "turns": graph.turns,
-            "in_turns": graph.in_turns,
-            "rows_out": graph.rows_out,
-        }
-    )
+    data = {"autopar_graph": VERSION, "nodes": [_node(n) for n in graph.nodes]}
+    return json.dumps(data | Codec({}, _WRITES).write(graph, _keys(type(graph))))
 
 
-def read_fields(text: str) -> dict[str, Any]:
+def read_fields(cls: type[Graph], text: str) -> dict[str, Any]:
     """The fields of the graph that `write` wrote as text; a letter where the text does not read as one."""
     try:
         data = json.loads(text)
@@ -72,36 +55,25 @@ def read_fields(text: str) -> dict[str, Any]:
         nodes = dict[str, fx.Node]()
         for entry in data["nodes"]:
             _read_node(made, nodes, entry)
-        return {
-            "fx": made,
-            "input_spec": _read_spec(data["input_spec"]),
-            "input_leaves": tuple(_read(v, nodes) for v in data["input_leaves"]),
-            "output_spec": _read_spec(data["output_spec"]),
-            "output_leaves": tuple(_read(v, nodes) for v in data["output_leaves"]),
-            "output_names": tuple(data["output_names"]),
-            "updates": tuple((str(kind), str(name)) for kind, name in data["updates"]),
-            "sets": tuple((str(name), _read(value, nodes)) for name, value in data.get("sets", ())),
-            "assumptions": tuple(map(str, data["assumptions"])),
-            "training": bool(data["training"]),
-            "unread": tuple((str(name), _read_type(type_)) for name, *type_ in data["unread"]),
-            "backward_from": tuple(map(str, data.get("backward_from", ()))),
-            "turns": int(data.get("turns", 1)),
-            "in_turns": tuple(map(str, data.get("in_turns", ()))),
-            "rows_out": tuple((str(name), int(dim)) for name, dim in data.get("rows_out", ())),
-        }
+        return {"fx": made, **_codec(nodes).read(cls, data, _LATER, _keys(cls))}
     except BadGraph:
         raise
     except Exception as e:  # whatever is wrong with the text, it is the text
         raise BadGraph(
             "this text does not read as a graph",
-            seen=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+            seen=(codec.seen(e).splitlines() or [""])[0],
             advice="a file that Graph.to_json wrote, and the classes of its inputs and outputs imported",
         ) from e
 
 
-def _read_type(fields: list[Any]) -> TensorType:
-    shape, dtype, wants_gradient = fields
-    return TensorType(tuple(map(int, shape)), str(dtype), bool(wants_gradient))
+def _keys(cls: type[Graph]) -> list[str]:
+    """The fields of a graph in its text; nodes are apart, and calls of idle hooks are not written."""
+    return [name for name in codec.fields_of(cls) if name not in ("fx", "idle")]
+
+
+def _codec(nodes: Mapping[str, fx.Node]) -> Codec:
+    """The codec of a graph's fields; `nodes` are those that values name when they are read."""
+    return Codec({pytree.TreeSpec: _read_spec, "unread": _UNREAD, Any: lambda data: _read(data, nodes)}, _WRITES)
 
 
 def _spec(spec: pytree.TreeSpec) -> str:
@@ -142,6 +114,21 @@ def _read_spec(text: str) -> pytree.TreeSpec:
     return pytree.treespec_loads(text)
 
 
+# The values of fields that texts of older releases lack.
+_LATER = {"sets": (), "backward_from": (), "turns": 1, "in_turns": (), "rows_out": ()}
+_WRITES: dict[Any, Write] = {
+    "input_spec": _spec,
+    "output_spec": _spec,
+    "input_leaves": lambda leaves: [_value(v) for v in leaves],
+    "output_leaves": lambda leaves: [_value(v) for v in leaves],
+    "sets": lambda sets: [(name, _value(v)) for name, v in sets],
+    "unread": lambda unread: [(name, t.shape, t.dtype, t.requires_grad) for name, t in unread],
+}
+_INFO = Codec({"random": functools.partial(codec.whole, least=-1)}, {})
+_TYPE = codec.in_order(codec.text, codec.each(codec.whole), codec.text, codec.truth)
+_UNREAD = codec.each(lambda data: (codec.text(data[0]), TensorType(*_TYPE(data)[1:])))
+
+
 def _node(node: fx.Node) -> dict[str, Any]:
     target = node.target
     if isinstance(target, Op):
@@ -160,7 +147,7 @@ def _node(node: fx.Node) -> dict[str, Any]:
             else ()
         ),
         "kwargs": _value(dict(node.kwargs)),
-        "info": asdict(info(node)),
+        "info": _INFO.plain(info(node)),
     }
 
 
@@ -209,7 +196,7 @@ _WRITTEN: tuple[tuple[str | None, Callable[[Any], bool], Callable[[Any], Any]], 
 )
 
 
-def _read(value: Any, nodes: dict[str, fx.Node]) -> Any:
+def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
     if isinstance(value, list):
         return [_read(v, nodes) for v in value]
     if not isinstance(value, dict):
@@ -257,17 +244,7 @@ def _read_node(made: fx.Graph, nodes: dict[str, fx.Node], entry: dict[str, Any])
     else:
         op = OPS[target["op"]] if "op" in target else _own(str(target["function"]))
         node = made.create_node("call_function", op, (), kwargs, name=entry["name"])
-    about = entry["info"]
-    outputs = tuple(TensorType(tuple(o["shape"]), o["dtype"], o["requires_grad"]) for o in about.pop("outputs"))
-    node.meta["info"] = Info(
-        **{
-            **about,
-            "outputs": outputs,
-            "names": tuple(about["names"]),
-            "checkpoint": tuple(about["checkpoint"]),
-            "in_time": tuple(about.get("in_time", ("", 1))),
-        }
-    )
+    node.meta["info"] = _INFO.reader(Info)(entry["info"])
     nodes[node.name] = node
 
 

@@ -244,7 +244,7 @@ class Graph:
     @staticmethod
     def from_json(text: str) -> Graph:
         """The graph that `to_json` wrote."""
-        return Graph(**read_fields(text))
+        return Graph(**read_fields(Graph, text))
 
     def module(self, model: torch.nn.Module) -> Replay:
         """A module that runs the graph, node by node, on the parameters of `model`."""

@@ -95,8 +95,9 @@ def _short(seconds: float) -> float:
 def _parameters(plan: Plan) -> list[list[Any]]:
     """Rows of parameters that are stored alike: name, count, sharding, bytes of all in full."""
     rows: dict[tuple[str, str], list[int]] = {}
+    regathered = plan.regathered
     for name, sharding in plan.parameters.items():
-        stored = sharding.text(plan.mesh.axes) + (" (regathered)" if name in plan.regathered else "")
+        stored = sharding.text(plan.mesh.axes) + (" (regathered)" if name in regathered else "")
         rows.setdefault((folded(name), stored), []).append(plan.parameter_bytes[name])
     return [[name, len(sizes), stored, sum(sizes)] for (name, stored), sizes in rows.items()]
 
@@ -106,6 +107,7 @@ def _places(plan: Plan, groups: list[list[str]], is_here: bool) -> list[dict[str
     arriving: dict[str, list[float]] = {}
     for c in plan.conversions:
         arriving.setdefault(c.target, []).append(c.seconds)
+    recomputed = plan.recomputed
     found = []
     for members in groups:
         d = plan.decisions[members[0]]
@@ -121,7 +123,7 @@ def _places(plan: Plan, groups: list[list[str]], is_here: bool) -> list[dict[str
                 "outputs": list(d.outputs),
                 "seconds": seconds,
                 "moved": moved,
-                "recomputed": members[0] in plan.recomputed,
+                "recomputed": members[0] in recomputed,
                 "told": plan.explain(members[0]) if is_here and (seconds or moved) else "",
                 "source": d.source,
             }

@@ -14,9 +14,10 @@ _ENDS = ("input", "output", "update")  # places of no cost, where values come in
 def alike(plan: Plan) -> list[list[str]]:
     """Groups of ops that decide alike, equal layers together, in the order of the step."""
     groups: dict[Any, list[str]] = {}
+    recomputed = plan.recomputed
     for name, d in plan.decisions.items():
         if d.kind == "op":
-            groups.setdefault((folded(name), repr(d.choice), name in plan.recomputed), []).append(name)
+            groups.setdefault((folded(name), repr(d.choice), name in recomputed), []).append(name)
     return list(groups.values())
 
 

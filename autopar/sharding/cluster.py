@@ -11,15 +11,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from autopar import codec
+from autopar.codec import Codec
 from autopar.letters import BadCluster, among
-from autopar.sharding.device import Curve, Device, curve
+from autopar.sharding.device import Curve, Device
 from autopar.sharding.mesh import DeviceMesh
 
 DEFAULT = "generic"
@@ -39,11 +40,6 @@ class Link:
     def wire(self, kind: str) -> float:
         """Bytes/s that a kind of collective reaches; the nominal bytes/s where nobody measured that kind."""
         return dict(self.reached).get(kind, self.bytes_per_s)
-
-    @staticmethod
-    def read(data: Mapping[str, Any]) -> Link:
-        """The link in the JSON of a cluster file."""
-        return Link(**{**data, "reached": tuple(sorted(dict(data.get("reached", ())).items()))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +174,8 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the cluster as JSON that `Cluster.of(path)` reads."""
-        data = asdict(self)
-        data["device"] = self.device.written()
-        data["sources"] = dict(self.sources)
-        data["links"] = [{**asdict(link), "reached": dict(link.reached)} for link in self.links]
-        Path(path).write_text(
-            json.dumps({k: v for k, v in data.items() if k != "name"}, indent=2) + "\n", encoding="utf-8"
-        )
+        data = _CODEC.write(self, _KEYS)
+        Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def _in_a_node(size: int, stride: int, node: int) -> int:
@@ -208,43 +199,32 @@ def _slowed(times: Curve, by: float) -> Curve:
     return tuple((amount, by * seconds) for amount, seconds in times)
 
 
-def _number(data: Mapping[str, Any], name: str, usual: float, most: float = math.inf) -> float:
-    """A number of a cluster file from 0 to `most`, `usual` where it is missing; else a ValueError."""
-    found = float(data.get(name, usual))
-    if found > most:
-        raise ValueError(f"{name}: {found}, where {most:g} is all")
-    if not 0 <= found < math.inf or (name == "together" and not found):
-        raise ValueError(f"{name}: {found}, where nothing takes less than no time")
-    return found
-
-
-def _links(data: Sequence[Any]) -> tuple[Link, ...]:
-    if not data:
-        raise ValueError("links: none, and devices have to be connected")
-    return tuple(map(Link.read, data))
-
-
 def _read(name: str, file: Any) -> Cluster:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        measured = tuple(Measured(**{**m, "times": curve(m.get("times", ()))}) for m in data.get("measured", ()))
-        timed = tuple(
-            Timed(t["op"], t["dtype"], curve(t["forward"]), curve(t["backward"]), float(t.get("at", 0.0)))
-            for t in data.get("timed", ())
-        )
-        return Cluster(
-            name,
-            Device.read(data["device"]),
-            _links(data["links"]),
-            data["devices_per_node"],
-            data["nodes"],
-            tuple(sorted(data["sources"].items())),
-            measured,
-            timed,
-            _number(data, "hidden", 1.0, most=1.0),
-            _number(data, "together", 1.0),
-            _number(data, "step_s", 0.0),
-            _number(data, "variation", 0.0),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise BadCluster(f"the cluster file {file} cannot be read", seen=f"{type(e).__name__}: {e}") from e
+        found = _CODEC.read(Cluster, data, _OPTIONAL, _KEYS)
+        if not found["links"]:
+            raise ValueError("links: none, and devices have to be connected")
+        return Cluster(name=name, **found)
+    except (OSError, *codec.UNREADABLE) as e:
+        raise BadCluster(f"the cluster file {file} cannot be read", seen=codec.seen(e)) from e
+
+
+# What a cluster file has, and what it may lack.
+_KEYS = tuple(key for key in codec.fields_of(Cluster) if key != "name")
+_OPTIONAL = {k: v for k, v in codec.defaults_of(Cluster).items() if k not in ("nodes", "sources")}
+_FROM_0 = functools.partial(codec.number, least=0)
+_RATES = codec.pairs_by_name(codec.number)
+_CODEC = Codec(
+    {
+        "flops_per_s": _RATES,
+        "reached": _RATES,
+        "sources": codec.pairs_by_name(codec.text),
+        "hidden": functools.partial(codec.number, least=0, most=1),
+        "together": functools.partial(codec.number, least=1e-6),
+        "step_s": _FROM_0,
+        "variation": _FROM_0,
+    },
+    dict.fromkeys(("flops_per_s", "reached", "sources"), dict),
+    is_strict=True,
+)

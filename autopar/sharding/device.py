@@ -7,8 +7,8 @@ cluster file, and what nobody measured is not there. `costs.py` holds the formul
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -92,51 +92,8 @@ class Device:
         known = {p.op: p for p in self.passes if p.dtype == dtype}
         return next((known[name] for name in names if name in known), None)
 
-    @staticmethod
-    def read(data: Mapping[str, Any]) -> Device:
-        """The device in the JSON of a cluster file."""
-        products = data.get("products")
-        return Device(
-            **{
-                **data,
-                "flops_per_s": _pairs(data["flops_per_s"]),
-                "products": products
-                and Products(**{**products, "tile": tuple(products["tile"]), "reached": _pairs(products["reached"])}),
-                "attention": tuple(_attention(a) for a in data.get("attention", ())),
-                "passes": tuple(Passes(p["op"], p["dtype"], **_ways(p)) for p in data.get("passes", ())),
-            }
-        )
-
-    def written(self) -> dict[str, Any]:
-        """The device as JSON that `read` reads."""
-        data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        data["flops_per_s"] = dict(self.flops_per_s)
-        if self.products is not None:
-            about = {name: getattr(self.products, name) for name in self.products.__slots__}
-            data["products"] = {**about, "reached": dict(self.products.reached)}
-        data["attention"] = [asdict(a) for a in self.attention]
-        data["passes"] = [asdict(p) for p in self.passes]
-        return data
-
-
-def curve(points: Any) -> Curve:
-    """The curve in the JSON of a cluster file."""
-    return tuple((float(amount), float(value)) for amount, value in points)
-
 
 def on_curve(points: Curve, amount: Any) -> Any:
     """Rates for amounts on a curve, linear in the log of the amount, and constant beyond its end points."""
     x, y = np.array(points, float).T
     return np.interp(np.log(np.maximum(amount, 1e-300)), np.log(x), y)
-
-
-def _attention(data: Mapping[str, Any]) -> Attention:
-    return Attention(int(data["width"]), bool(data["causal"]), **_ways(data))
-
-
-def _ways(data: Mapping[str, Any]) -> dict[str, Curve]:
-    return {way: curve(data[way]) for way in ("forward", "backward")}
-
-
-def _pairs(data: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted(data.items()))

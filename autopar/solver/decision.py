@@ -1,10 +1,17 @@
-"""The parts of a plan: `Decision`, the choice for one site, and `Conversion`, a change of sharding between two."""
+"""The parts of a plan.
+
+Decision     the choice for one site
+Conversion   a change of sharding between two sites
+State        where a value is between forward and backward
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.letters import BadPlan
 from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice
@@ -47,3 +54,40 @@ class Conversion:
     @property
     def name(self) -> str:
         return conversion_name(self.target, self.operand)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The state of a value that stays on the device until backward has read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """The state of a value that is dropped after its last read in forward, and made again in backward."""
+
+    # If not empty, backward makes the value once more: in passing, for what is behind this op (`space/timeline.py`).
+    passing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Regathered:
+    """The state of a parameter whose gathered copy is dropped after forward, and gathered again in backward."""
+
+
+# A value on the host would be `Offloaded`, with the link it travels on. `match` over the union names what to extend.
+State = Saved | Recomputed | Regathered
+
+
+def states_of(
+    recomputed: Collection[str], passing: Mapping[str, str], regathered: Collection[str] = ()
+) -> dict[str, State]:
+    """The states of values by name, without those that are saved; a letter where a value would have two."""
+    for name, op in passing.items():
+        if name not in recomputed:
+            raise BadPlan(f"the plan makes {name} in passing, which it does not recompute")
+        if not op:
+            raise BadPlan(f"the plan makes {name} in passing for what is behind no op")
+    if both := sorted(set(recomputed).intersection(regathered)):
+        raise BadPlan(f"the plan recomputes {both[0]}, and also gathers it again as a parameter")
+    states: dict[str, State] = {name: Regathered() for name in sorted(regathered)}
+    return states | {name: Recomputed(passing.get(name, "")) for name in sorted(recomputed)}

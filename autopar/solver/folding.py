@@ -14,47 +14,43 @@ Behind the name of a decision stand those of the places that it reads: `["h.{}.u
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from autopar import codec
 from autopar.graph.layers import around_number
 
 VERSION = 6
 READ = (5, VERSION)  # a decision of version 5 has no outputs, and reads nothing
-_LARGEST = 10_000_000  # places of a file
 _LISTS = ("regathered", "scattered", "recomputed", "without_rule")  # fields that are lists of names
+# Fields that are objects by name, with a figure or several for each.
+_COLUMNS = {"parameter_bytes": ("bytes",), "needed": ("bytes", "seconds"), "fused": ("family",)}
 _HOLE = re.compile(r"\{([+-]\d+)?\}")
 _Record = tuple[tuple[str, ...], Mapping[str, Any]]  # names, and what is said of them
+_place = functools.partial(codec.whole, most=10_000_000)  # a place of a file
 
 
 def fold(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data of a plan in the form of its file."""
     table = list(dict.fromkeys(tuple(d["choice"]) for d in data["decisions"].values()))
     places = {choice: i for i, choice in enumerate(table)}
-    decisions = [
-        ((name, *d["reads"]), {**_without(d, "reads"), "choice": places[tuple(d["choice"])]})
-        for name, d in data["decisions"].items()
-    ]
-    conversions = [((c["source"], c["target"]), _without(c, "source", "target")) for c in data["conversions"]]
-    sizes = [((name,), {"bytes": n}) for name, n in data["parameter_bytes"].items()]
-    needed: list[_Record] = [((name,), {"bytes": n, "seconds": s}) for name, (n, s) in data.get("needed", {}).items()]
-    folded = {
-        **data,
-        "version": VERSION,
-        "choices": [list(choice) for choice in table],
-        "decisions": _folded(decisions),
-        "conversions": _folded(conversions),
-        "parameter_bytes": _folded(sizes),
-        **{key: _folded(_records_of(data[key])) for key in _LISTS},
+    records: dict[str, list[_Record]] = {
+        "decisions": [
+            ((name, *d["reads"]), {**_without(d, "reads"), "choice": places[tuple(d["choice"])]})
+            for name, d in data["decisions"].items()
+        ],
+        "conversions": [((c["source"], c["target"]), _without(c, "source", "target")) for c in data["conversions"]],
     }
-    passing: list[_Record] = [((str(pair[0]), str(pair[1])), {}) for pair in data.get("passing", ())]
-    given: dict[str, list[_Record]] = {"needed": needed, "passing": passing}
-    if "fused" in data:  # An empty list says that no kernel stands anywhere.
-        folded["fused"] = _folded([((name,), {"family": family}) for name, family in data["fused"].items()])
-    return {**folded, **{key: _folded(records) for key, records in given.items() if records}}
+    records |= {key: _records_of(data[key]) for key in _LISTS}
+    records |= {key: _rows(data[key], columns) for key, columns in _COLUMNS.items() if key in data}
+    if "passing" in data:
+        records["passing"] = [((value, op), {}) for value, op in data["passing"]]
+    folded = {key: _folded(listed) for key, listed in records.items()}
+    return {**data, "version": VERSION, "choices": [list(choice) for choice in table], **folded}
 
 
 def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
@@ -63,23 +59,18 @@ def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
     found = {
         **_without(data, "choices"),
         "version": version,
-        "decisions": _each_once(
+        "decisions": codec.once(
             (name, {**said, "choice": choices[_place(said["choice"])], "reads": reads})
             for (name, *reads), said in _unfolded(data["decisions"])
         ),
         "conversions": [
             {"source": source, "target": target, **said} for (source, target), said in _unfolded(data["conversions"])
         ],
-        "parameter_bytes": _each_once((name, said["bytes"]) for (name,), said in _unfolded(data["parameter_bytes"])),
-        **{key: _names_of(_unfolded(data[key])) for key in _LISTS},
     }
-    if "needed" in data:
-        needed = _unfolded(data["needed"])
-        found["needed"] = _each_once((name, [said["bytes"], said["seconds"]]) for (name,), said in needed)
-    if "fused" in data:
-        found["fused"] = _each_once((name, said["family"]) for (name,), said in _unfolded(data["fused"]))
+    found |= {key: _names_of(_unfolded(data[key])) for key in _LISTS}
+    found |= {key: _entries(_unfolded(data[key]), columns) for key, columns in _COLUMNS.items() if key in data}
     if "passing" in data:
-        found["passing"] = [list(pair) for pair, _ in _unfolded(data["passing"])]
+        found["passing"] = [names for names, _ in _unfolded(data["passing"])]
     return found
 
 
@@ -106,6 +97,21 @@ def _records_of(names: Iterable[str]) -> list[_Record]:
 def _names_of(records: Iterable[tuple[list[str], Any]]) -> list[str]:
     """The names of records with one name each; ValueError where one has more or none."""
     return [name for (name,), _ in records]
+
+
+def _rows(entries: Mapping[str, Any], columns: Sequence[str]) -> list[_Record]:
+    """Records with one name each, and its figures by columns."""
+    if len(columns) == 1:
+        return [((name,), {columns[0]: figure}) for name, figure in entries.items()]
+    return [((name,), dict(zip(columns, figures, strict=True))) for name, figures in entries.items()]
+
+
+def _entries(records: Iterable[tuple[list[str], dict[str, Any]]], columns: Sequence[str]) -> dict[str, Any]:
+    """The figures of records by name, from which `_rows` makes them."""
+    if len(columns) == 1:
+        return codec.once((name, said[columns[0]]) for (name,), said in records)
+    figures = operator.itemgetter(*columns)
+    return codec.once((name, list(figures(said))) for (name,), said in records)
 
 
 def _folded(records: Sequence[_Record]) -> list[dict[str, Any]]:
@@ -171,7 +177,7 @@ def _unfolded(records: Any) -> list[tuple[list[str], dict[str, Any]]]:
         for i in range(count):
             names: list[str] = record["names"]
             if "layer" in record:
-                names = [_HOLE.sub(_layer(_whole(record["layer"]) + i), name) for name in names]
+                names = [_HOLE.sub(_layer(codec.whole(record["layer"]) + i), name) for name in names]
             place = at + i * every
             if place in found:
                 raise ValueError(f"two records stand at place {place}")
@@ -187,22 +193,3 @@ def _without(data: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 def _layer(number: int) -> Callable[[re.Match[str]], str]:
     return lambda hole: str(number + int(hole[1] or 0))
-
-
-def _place(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
-        raise ValueError(f"{str(value)[:40]} is not a place")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ValueError(f"{str(value)[:40]} is not a layer number")
-    return value
-
-
-def _each_once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    listed = list(itertools.islice(pairs, _LARGEST))
-    if len(found := dict(listed)) < len(listed):
-        raise ValueError("a name stands twice")
-    return found

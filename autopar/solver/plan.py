@@ -7,8 +7,8 @@ one, and nothing imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape
 from html import escape as escape_html
@@ -23,9 +23,10 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, values
 from autopar.solver import archive, summary, text
-from autopar.solver.decision import Conversion, Decision
+from autopar.solver.decision import Conversion, Decision, Recomputed, Regathered, State, states_of
 from autopar.solver.lanes import Event
 from autopar.solver.profiled import StepTimeline
+from autopar.space.space import StoragePolicy
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +97,6 @@ class Plan:
     cluster: str
     decisions: Mapping[str, Decision] = field(repr=False)
     conversions: tuple[Conversion, ...] = field(repr=False)
-    regathered: frozenset[str]
     step_time_s: float
     lower_bound_s: float
     parameter_bytes: Mapping[str, int] = field(repr=False)
@@ -128,12 +128,9 @@ class Plan:
     precision: tuple[str, str] | None = None  # dtypes of compute and of the reduction of gradients
     # parameters whose gradients are reduced in each micro-batch, not once at the end
     scattered: frozenset[str] = frozenset()
-    # values that are not saved for backward, which recomputes them: those of ops, and of conversions by their names
-    recomputed: frozenset[str] = frozenset()
+    # The states of values that are not saved for backward, by the names of parameters, ops and conversions.
+    states: Mapping[str, State] = field(default_factory=dict, repr=False)
     recompute_s: float = 0.0  # seconds of the step that recompute takes
-    # values of `recomputed` that are made more than once, each with an op: for the backward of what is behind that it
-    # is made in passing, and dropped again (see `space/timeline.py`)
-    passing: Mapping[str, str] = field(default_factory=dict, repr=False)
     # Values that backward needs in a plan that recomputes, named as in `recomputed`. Each has its bytes on a device and
     # the seconds that recomputing it takes.
     needed: Mapping[str, tuple[int, float]] = field(default_factory=dict, repr=False)
@@ -152,10 +149,8 @@ class Plan:
     write_report: ClassVar[Callable[..., Path] | None] = None  # given by autopar.report
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
-        object.__setattr__(self, "parameter_bytes", MappingProxyType(dict(self.parameter_bytes)))
-        object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
-        object.__setattr__(self, "needed", MappingProxyType(dict(self.needed)))
+        for name in ("decisions", "parameter_bytes", "memory", "states", "sources", "needed", "unaligned"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def __reduce__(self) -> Any:  # a plan travels between ranks as data
         return Plan.from_dict, (self.to_dict(),)
@@ -178,6 +173,27 @@ class Plan:
     def parameters(self) -> dict[str, Sharding]:
         """The sharding in which each parameter is stored."""
         return {name: values(d.flows()) for name, d in self.decisions.items() if d.kind == "parameter"}
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The values of ops and conversions that backward recomputes."""
+        return frozenset(name for name, state in self.states.items() if isinstance(state, Recomputed))
+
+    @property
+    def passing(self) -> dict[str, str]:
+        """The values that backward also makes in passing, each with the op for whose predecessors it does."""
+        return {n: state.passing for n, state in self.states.items() if isinstance(state, Recomputed) and state.passing}
+
+    @property
+    def regathered(self) -> frozenset[str]:
+        """The parameters whose gathered copies are dropped after forward, and gathered again in backward."""
+        return frozenset(name for name, state in self.states.items() if isinstance(state, Regathered))
+
+    @property
+    def storage(self) -> dict[str, StoragePolicy]:
+        """The policies of parameters that are regathered or scattered; of others, `StoragePolicy()`."""
+        again = self.regathered
+        return {name: StoragePolicy(name in again, name in self.scattered) for name in sorted(again | self.scattered)}
 
     @property
     def peak_bytes(self) -> int:
@@ -276,17 +292,28 @@ class Plan:
 
         Without patterns, all of them. Pin some, search the rest.
         """
+        storage = self.storage
         found = {}
         for name, d in self.decisions.items():
             is_named = any(fnmatchcase(name, pattern) for pattern in patterns or ("*",))
             if d.kind == "parameter" and is_named:
-                policy = "regathered" if name in self.regathered else "kept"
-                reduced = "each" if name in self.scattered else "end"
+                moves = storage.get(name, StoragePolicy())
+                policy = "regathered" if moves.regathered else "kept"
+                reduced = "each" if moves.scattered else "end"
                 stored = values(d.flows()).text(self.mesh.axes)
                 found[escape(name)] = f"{stored}; {self._use_of(name, stored)}; {policy}; {reduced}"
             elif d.kind == "input" and is_named:
                 found[escape(name)] = self._use_of(name, values(d.flows()).text(self.mesh.axes))
         return found
+
+    def recomputing(self, values: Iterable[str], passing: Mapping[str, str] | None = None) -> Plan:
+        """The plan whose backward recomputes these values of ops and conversions, and no others.
+
+        Its seconds and bytes stay those that were predicted for this plan. Its kernels are all that can stand: some of
+        this plan's may not, as a kernel's results are all saved or all recomputed.
+        """
+        states = states_of(frozenset(values), passing or {}, self.regathered)
+        return replace(self, states=states, fused=None if self.kernels else self.fused)
 
     def _use_of(self, name: str, stored: str) -> str:
         """The only sharding in which a value is used, or `*` where there may be several."""
@@ -311,7 +338,7 @@ class Plan:
 
         Whether it is a plan of some model is for `validate` to say.
         """
-        plan = Plan(**archive.fields_of(data))
+        plan = Plan(**archive.fields_of(Plan, data))
         archive.refuse_contradictions(plan)
         return plan
 

@@ -13,7 +13,7 @@ from autopar.sharding.certainty import source_of_links
 from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
-from autopar.solver.decision import Conversion, Decision
+from autopar.solver.decision import Conversion, Decision, states_of
 from autopar.solver.plan import Plan
 from autopar.solver.points import Point
 from autopar.space.space import Edge, Flows, Space, reduces
@@ -37,14 +37,12 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
     step += point.recompute_s - hidden
     memory, peak_at = _peak(space, point)
     names = _named_for_policies(space)
+    regathered = {name for name, (s, i) in zip(names, chosen, strict=True) if s.regathered and s.regathered[i]}
     plan = Plan(
         mesh=space.setting.mesh,
         cluster=str(space.setting.cluster),
         decisions=decisions,
         conversions=conversions,
-        regathered=frozenset(
-            name for name, (s, i) in zip(names, chosen, strict=True) if s.regathered and s.regathered[i]
-        ),
         step_time_s=step,
         lower_bound_s=min(bound, step),
         parameter_bytes={s.name: s.bytes for s in space.sites if s.kind == "parameter"},
@@ -64,9 +62,8 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         sources=_sources(space, point, sum(moved) - hidden),
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges, point.held)) if space.memory else 0,
-        recomputed=point.recomputed,
+        states=states_of(point.recomputed, point.passing, regathered),
         recompute_s=point.recompute_s,
-        passing=point.passing,
         needed=_needed(space, point) if point.recomputed else {},
         unaligned={} if space.unaligned is None else space.unaligned({s.name: s.choices[i] for s, i in chosen}),
         warnings=space.warnings,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from autopar.graph.layers import folded
 from autopar.sharding.certainty import FROM
 from autopar.sharding.placement import Placement
-from autopar.solver.decision import Decision
+from autopar.solver.decision import Decision, Regathered
 from autopar.solver.figures import size, time
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _stored_along(plan: Plan, axis: int) -> tuple[int, bool]:
     """Tenths of parameter bytes that an axis cuts in storage, and whether backward gathers most of these."""
     placed = [(plan.parameter_bytes[n], s.placements[axis].is_shard, n) for n, s in plan.parameters.items()]
     cut_bytes = sum(nbytes for nbytes, is_cut, _ in placed if is_cut)
-    again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and n in plan.regathered)
+    again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and isinstance(plan.states.get(n), Regathered))
     whole = sum(plan.parameter_bytes.values()) or 1
     return _tenths(cut_bytes / whole), again > cut_bytes / 2
 

@@ -18,7 +18,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import public_name
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice
-from autopar.solver.decision import Conversion
+from autopar.solver.decision import Conversion, Recomputed
 from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
 from autopar.solver.summary import ITSELF, parts_of_step, sources_of, verdict
 
@@ -203,7 +203,7 @@ def _curve_row(point: CurvePoint) -> Row:
 
 
 def _state(plan: Plan, value: str) -> str:
-    return "recomputed" if value in plan.recomputed else "saved"
+    return "recomputed" if isinstance(plan.states.get(value), Recomputed) else "saved"
 
 
 def why_recomputed(plan: Plan, value: str) -> str:
@@ -261,8 +261,9 @@ def _recomputing(plan: Plan) -> str:
 
 
 def _parameter_rows(plan: Plan) -> Iterator[Row]:
+    regathered = plan.regathered
     for name, sharding in plan.parameters.items():
-        policy = " (regathered)" if name in plan.regathered else ""
+        policy = " (regathered)" if name in regathered else ""
         yield name, sharding.text(plan.mesh.axes) + policy, f"{_local_bytes(plan, name, sharding):,}"
 
 
@@ -323,11 +324,12 @@ def _site_lines(plan: Plan, name: str) -> list[str]:
     lines += [f"    @{axis}  {s!r}" for s, axis in zip(d.choice.strategies, axes, strict=True)]
     if plan.fused and name in plan.fused:
         lines.append(f"    the last op of a kernel of {plan.fused[name]}")
-    if name in plan.recomputed:
+    recomputed = plan.recomputed
+    if name in recomputed:
         lines.append("    not saved: backward recomputes it")
     for c in plan.conversions:
         if name in (c.source, c.target):
-            again = "; repeated in backward" if c.name in plan.recomputed and name == c.target else ""
+            again = "; repeated in backward" if c.name in recomputed and name == c.target else ""
             lines.append(f"    {_conversion(c, name, axes)}{again}")
     return lines
 

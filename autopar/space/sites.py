@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
@@ -35,7 +34,7 @@ from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.setting import Setting
 from autopar.space.shared import Shared
-from autopar.space.space import Site
+from autopar.space.space import Site, StoragePolicy
 from autopar.space.user_rules import takes_sums
 from autopar.space.wiring import SiteKey
 
@@ -53,13 +52,6 @@ class Draft:
     def left(self) -> np.ndarray:
         """A mask of the choices that are left so far."""
         return np.ones(len(self.site.choices), bool) if self.keep is None else self.keep
-
-
-class StoragePolicy(NamedTuple):
-    """How a parameter that is cut moves."""
-
-    regathered: bool  # whether its gathered copy is dropped, and made again in backward
-    scattered: bool  # whether its gradient is reduced in every micro-batch, not once after them
 
 
 class SiteBuilder:

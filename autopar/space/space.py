@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from autopar.space.kernel_sites import KernelSites
 
 Flows = tuple[Flow, ...]  # one per axis
+
+
+class StoragePolicy(NamedTuple):
+    """How a parameter that is cut moves."""
+
+    regathered: bool = False  # whether its gathered copy is dropped, and made again in backward
+    scattered: bool = False  # whether its gradient is reduced in every micro-batch, not once after them
 
 
 @dataclass(frozen=True, slots=True, eq=False)

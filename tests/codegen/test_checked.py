@@ -438,6 +438,13 @@ NO_PLAN = {
     "a huge number": (lambda d: d.update(window_bytes=10**400), "bits is not a whole number"),
     "an infinite number": (lambda d: d.update(step_time_s=math.inf), "not a finite number"),
     "a truth for a number": (lambda d: d.update(accumulation=True), "not a whole number"),
+    "a text for a number": (lambda d: d["decisions"]["/gelu"].update(seconds="1"), "at decisions./gelu.seconds"),
+    "three ends of a conversion": (
+        lambda d: d["conversions"][0]["value"].append("R"),
+        "2 entries, at conversions.0.value",
+    ),
+    "a source of nothing": (lambda d: d.update(sources={"guess": 1.0}), "whose source is guess"),
+    "kernels that are not known": (lambda d: d.update(kernels=["rms"]), "'rms' names no kernels, at kernels.0"),
     "a text for a list": (lambda d: d.update(regathered="up.weight"), "not a list"),
     "ranks of a huge mesh": (
         lambda d: d.update(mesh={"shape": [10**12], "axes": ["0"], "ranks": [0, 1]}),

@@ -26,6 +26,7 @@ from autopar.graph import graph
 from autopar.graph.held import write_buffers
 from autopar.letters import BadPlan, NotServed
 from autopar.solver import archive, policies
+from autopar.solver.decision import Recomputed, Regathered
 from autopar.space import timeline
 from autopar.testing import Equality, on_processes
 from autopar.tracer import ColoTracer
@@ -87,7 +88,7 @@ def schedules(plan: Plan, model, batch, how) -> dict[str, Plan]:
         for policy in ("full", "selective")
     }
     drawn = {f"drawn {seed}": with_random_states(plan, np.random.default_rng(seed)) for seed in (1, 2)}
-    return {name: replace(plan, recomputed=p.recomputed) for name, p in {**named, **drawn}.items()}
+    return {name: plan.recomputing(p.recomputed) for name, p in {**named, **drawn}.items()}
 
 
 def trained(model, batch, plan, how):
@@ -126,7 +127,7 @@ def in_passing(plan: Plan, seed: int) -> Plan:
     rng = np.random.default_rng(seed)
     ops = [n for n, d in plan.decisions.items() if d.kind == "op"]
     passing = {name: str(rng.choice(ops)) for name in ops if rng.random() < 0.5}
-    return replace(plan, recomputed=frozenset(ops), passing=passing)
+    return plan.recomputing(ops, passing)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,7 +138,7 @@ def test_in_passing_too(name):
         plan = autopar.plan(model, batch, mesh=(1,), memory_budget="inf", **how)
         expected, nodes = trained(model, batch, plan, how), []
         for passing in ({}, in_passing(plan, 1).passing, in_passing(plan, 2).passing):
-            other = replace(in_passing(plan, 0), passing=passing)
+            other = plan.recomputing(in_passing(plan, 0).recomputed, passing)
             found = trained(model, batch, other, how)
             differing = [n for n in expected if not torch.equal(found[n], expected[n])]
             assert not differing and found.keys() == expected.keys(), (passing, differing)
@@ -174,7 +175,7 @@ def test_four_ranks_train_what_one_device_trains(name, threads):
         if name in ("megatron", "zero3"):
             values = planned(name, "full").recomputed
         model, batch = gpt2(0.1)
-        states = replace(plan, recomputed=values)
+        states = plan.recomputing(values)
         for rank, result in enumerate(threads(4, train_parallel, model, batch, states, "adamw", "float64")):
             check(f"{name}, rank {rank}", result, 0.1, "adamw", "float64")
 
@@ -182,7 +183,7 @@ def test_four_ranks_train_what_one_device_trains(name, threads):
 def everything(plan: Plan) -> Plan:
     """The plan that recomputes all that it could, some of it in passing too."""
     values = [n for n, d in plan.decisions.items() if d.kind == "op"] + [c.name for c in plan.conversions]
-    return replace(in_passing(plan, 3), recomputed=frozenset(values))
+    return plan.recomputing(values, in_passing(plan, 3).passing)
 
 
 def with_everything(rank, train, *arguments):
@@ -263,7 +264,7 @@ def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does(t
     assert len(gathers) >= 4 and len(acts) >= 2
 
     def count(recomputed):
-        return threads(4, count_collectives, model, batch, replace(plan, recomputed=recomputed))[0]
+        return threads(4, count_collectives, model, batch, plan.recomputing(recomputed))[0]
 
     before = count(frozenset())
     assert count(acts) == before
@@ -379,7 +380,7 @@ def test_parts_that_leave_their_op_are_noticed():
     model, batch = Parts(), (torch.randn(64, 4096, requires_grad=True),)
     how = dict(mesh=(1,), memory_budget="inf", optimizer=0)
     plan = autopar.plan(model, batch, **how)
-    states = replace(plan, recomputed=frozenset(n for n, d in plan.decisions.items() if d.kind == "op"))
+    states = plan.recomputing(n for n, d in plan.decisions.items() if d.kind == "op")
 
     def order():
         joint.LOWERED.clear()
@@ -423,7 +424,7 @@ def test_a_deep_model_fits_in_groups_where_one_more_run_of_each_is_not_enough():
         with pytest.raises(BadPlan, match=r"in segments|in passing"):
             Plan.from_dict({**plan.to_dict(), **wrong})
     found, peaks = {}, {}
-    for name, one in (("free", free), ("passing", plan), ("one run more", replace(plan, passing={}))):
+    for name, one in (("free", free), ("passing", plan), ("one run more", plan.recomputing(plan.recomputed))):
         joint.LOWERED.clear()
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=one)
         mine(*batch).backward()
@@ -479,8 +480,25 @@ def test_other_values_are_noticed(mutant, name):
         ops = frozenset(n for n, d in plan.decisions.items() if d.kind == "op")
         mutant(patch)
         joint.LOWERED.clear()
-        found = trained(model, batch, replace(plan, recomputed=ops), how)
+        found = trained(model, batch, plan.recomputing(ops), how)
         assert any(not torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_a_value_has_one_state(halved):
+    """Saved values are not in the mapping, and a value that would have two states is a letter."""
+    plan = halved[2]
+    value, op = min(plan.recomputed), next(n for n, d in plan.decisions.items() if d.kind == "op")
+    weight = next(n for n, d in plan.decisions.items() if d.kind == "parameter")
+    one = replace(plan.recomputing([value], {value: op}), states={value: Recomputed(op), weight: Regathered()})
+    assert (one.recomputed, one.passing, one.regathered) == ({value}, {value: op}, {weight})
+    assert one.storage == {weight: (True, False)}
+    again = one.recomputing([])
+    assert again.states == {weight: Regathered()} and again.fused == plan.fused
+    for wrong in ({"regathered": [value]}, {"passing": [[value, ""]]}, {"passing": [[weight, op]]}):
+        with pytest.raises(BadPlan, match=r"gathers it again|behind no op|in passing, which"):
+            Plan.from_dict({**one.to_dict(), **wrong})
+    with pytest.raises(BadPlan, match="in passing, which it does not recompute"):
+        plan.recomputing([], {value: op})
 
 
 def test_a_file_keeps_what_is_recomputed(halved, monkeypatch):

@@ -255,7 +255,7 @@ def _everything_again(prepare: Callable[..., Check], *given, **how) -> Check:
 
     def again(plan: Plan) -> Plan:
         ops = [name for name, d in plan.decisions.items() if d.kind == "op"]
-        return replace(plan, recomputed=frozenset([*ops, *(c.name for c in plan.conversions)]))
+        return plan.recomputing([*ops, *(c.name for c in plan.conversions)])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timeline, "SMALL", 0)

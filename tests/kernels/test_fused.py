@@ -19,7 +19,7 @@ from autopar.letters import BadPlan
 from autopar.request import Request
 from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
-from autopar.solver.decision import Conversion
+from autopar.solver.decision import Conversion, Recomputed
 from autopar.solver.plan_of_choices import fused_of
 from autopar.space.kernel_sites import KernelSites
 from autopar.space.setting import Setting
@@ -153,6 +153,19 @@ def test_a_program_has_the_kernels_of_its_plan_and_no_others(planned, as_ops):
     code, all_of_them = (lower(graph, one, (0,)).code for one in (less, plan))
     assert "gated(" not in code and code.count("# one kernel") == len(less.fused)
     assert all_of_them.count("# one kernel") == len(plan.fused)
+
+
+def test_other_states_have_the_kernels_that_can_stand(planned, as_ops):
+    """A kernel makes both of its results at once: where one is recomputed and one saved, its ops are written out."""
+    plan, graph = planned
+    norm = next(name for name, family in plan.fused.items() if family == "add_rms_norm")
+    other = plan.recomputing([norm])
+    may = fused_of(KernelSites.of(graph, NAMES), other)
+    assert plan.fused[norm] != may.get(norm) and other.states == {norm: Recomputed()}
+    code = lower(graph, other, (0,)).code
+    assert code.count("# one kernel") == len(may) and Plan.from_dict(other.to_dict()) == other
+    with pytest.raises(BadPlan, match=f"a kernel of add_rms_norm in the place of {norm}, recomputes some of its"):
+        lower(graph, replace(other, fused=plan.fused), (0,))
 
 
 def test_a_kernel_that_cannot_stand_is_a_letter(planned):

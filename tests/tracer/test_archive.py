@@ -96,6 +96,22 @@ def test_what_is_no_graph_is_a_letter(text):
         Graph.from_json(text)
 
 
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d: d.update(training="yes"), "'yes' is not true or false, at training"),
+        (lambda d: d.update(turns=0.5), "0.5 is not a whole number .*, at turns"),
+        (lambda d: d["nodes"][0]["info"]["outputs"][0].update(shape=[-1]), "-1 is not .*, at outputs.0.shape.0"),
+        (lambda d: d["nodes"][0]["info"].pop("kind"), "'kind'"),
+    ],
+)
+def test_a_graph_that_was_edited_wrongly_says_where(change, words):
+    data = json.loads(traced(lambda m, x: (x @ m.weight).sum()).to_json())
+    change(data)
+    with pytest.raises(BadGraph, match=words):
+        Graph.from_json(json.dumps(data))
+
+
 def test_a_parameter_may_have_any_name():
     """As that of a department, which names a part of a value if it is read as one."""
     model = Of(lambda m, x: m.weight * m.department * x)

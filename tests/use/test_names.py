@@ -142,7 +142,11 @@ def test_letters_say_what_may_have_been_meant(how, letter, says):
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"links": []}, "devices have to be connected"), ({"hidden": 2.0}, "1 is all"), ({"step_s": -1.0}, "no time")],
+    [
+        ({"links": []}, "devices have to be connected"),
+        ({"hidden": 2.0}, "2.0 is not a number from 0 to 1, at hidden"),
+        ({"step_s": -1.0}, "-1.0 is not a number from 0, at step_s"),
+    ],
 )
 def test_a_cluster_file_that_cannot_be_is_a_letter(wrong, says, tmp_path):
     path = tmp_path / "mine.json"
