@@ -12,14 +12,13 @@ from autopar.arguments import RESERVE, device_count
 from autopar.graph.graph import Graph, info, type_of
 from autopar.graph.layers import innermost_block
 from autopar.letters import Infeasible, Letter
+from autopar.limits import LIMITS
 from autopar.request import Request
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import size
 from autopar.space.saved import bytes_that_stand, saved_bytes
 from autopar.tracer.precision import Precision
-
-MOST_DEVICES = 4096
 
 
 class Fit(NamedTuple):
@@ -71,7 +70,7 @@ class Needs:
         """The fewest devices, among powers of two, on which the step fits in `room` bytes each."""
         kept = saved_bytes(self.graph, cluster, emitted=True)
         largest = max(type_.nbytes for node in self.graph.nodes for type_ in info(node).outputs)
-        for n in (2**k for k in range(MOST_DEVICES.bit_length())):
+        for n in (2**k for k in range(LIMITS.devices.bit_length())):
             gathered = self.gathered if n > 1 else 0.0
             found = Fit(kind, room, n, self.states / n, kept / n, gathered + 2 * largest / n)
             if found.bytes <= room:

@@ -19,13 +19,14 @@ from autopar.graph.graph import Graph, info
 from autopar.kernels.backend import is_traced
 from autopar.kernels.measured import taken
 from autopar.letters import BadConstraint, BadPreset, Infeasible, NotServed
+from autopar.limits import LIMITS
 from autopar.request import Request
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import budget_for, size
+from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.plan import Plan
 from autopar.solver.program import most_promising_first, peak_where_nothing_is_dear, solve
-from autopar.solver.recompute import FAR
 from autopar.solver.standing_bytes import refuse_below
 from autopar.space.constraints import Preset
 from autopar.space.presets import preset_of, warnings_of, window_of
@@ -38,9 +39,6 @@ from autopar.space.space import Outdone, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 
 log = logging.getLogger("autopar")
-FREE = 0.02  # share of a step that chunks of the loss head may cost before the whole head is searched too
-_SEARCHES = 5  # most searches for a plan that can run its kernels, before one without kernels is made
-_MOST_TRIED = 4  # constraints that are left out one at a time to see which a budget breaks on
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ class Planning:
         parts: list[tuple[str, dict[str, Any]]] = []
         if preset is not None:
             parts.append((f"parallel={preset!r}", {"parallel": None}))
-        for pattern in list(given)[:_MOST_TRIED]:
+        for pattern in list(given)[: LIMITS.constraints]:
             others = {p: sharding for p, sharding in given.items() if p != pattern}
             parts.append((f"the constraint {pattern!r}", {"constraints": others}))
         if not fits(parallel=None, constraints=None):
@@ -126,18 +124,18 @@ class Planning:
             return plan
         apart = self.apart  # Other plans may still run the kernels that this one cannot.
         bound = plan.lower_bound_s
-        for search in range(1, _SEARCHES + 1):
+        for search in range(1, LIMITS.kernel_searches + 1):
             assert plan.search is not None and plan.fused is not None
             left = plan.search.counted_as_kernels - plan.fused.keys()
             if not left:
                 return replace(plan, lower_bound_s=bound, defaults=(*plan.defaults, *_said_of_groups(apart)))
             apart |= left
-            if search < _SEARCHES:
+            if search < LIMITS.kernel_searches:
                 plan = replace(self, apart=apart)._planned(mesh, known)
                 bound = min(bound, plan.lower_bound_s)
         plan = replace(self, request=replace(self.request, kernels=False))._planned(mesh, known)
         bound = min(bound, plan.lower_bound_s)
-        said = f"none: in each of {_SEARCHES} searches other groups of ops had a conversion among them"
+        said = f"none: in each of {LIMITS.kernel_searches} searches other groups of ops had a conversion among them"
         return replace(plan, lower_bound_s=bound, defaults=(*plan.defaults, ("kernels", said)))
 
     def _planned(self, mesh: DeviceMesh, known: float) -> Plan:
@@ -260,14 +258,14 @@ class Planning:
         try:
             plans = [trial._planned(mesh, known)]
         except Infeasible as e:
-            if self.is_trial or e.smallest > FAR * self.request.budget:
+            if self.is_trial or e.smallest > SOLVER.recompute.far * self.request.budget:
                 raise  # a whole head hardly needs less
             try:
                 return whole._planned(mesh, known)
             except Infeasible as letter:
                 how = f"whose loss head runs in {trial.graph.chunks} chunks"
                 raise naming_the_smaller(letter, e.smallest, how, "with a whole loss head") from e
-        if _seconds_of_chunks(space, head, plans[0]) <= FREE * plans[0].step_time_s:
+        if _seconds_of_chunks(space, head, plans[0]) <= LIMITS.free * plans[0].step_time_s:
             return plans[0]
         for chunks in (1, *few):
             with contextlib.suppress(Infeasible):

@@ -22,19 +22,18 @@ from typing import Any
 from autopar.arguments import check_fits, device_count
 from autopar.graph.graph import Graph, info, rows_of_batch
 from autopar.letters import BadConstraint, BadPreset, Infeasible, Letter, NotServed
+from autopar.limits import LIMITS
 from autopar.planning import Planning, naming_the_smaller
 from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Beside, Plan
-from autopar.solver.recompute import FAR
 from autopar.solver.rivals import PricedSpace
 from autopar.turns import head_of
 
 log = logging.getLogger("autopar")
 _BESIDE = ("dp", "zero3", "megatron")  # presets that a plan is compared with
-_AGAIN = 0.01  # the gap at which a plan for another batch is good enough: a training loop waits for it
-_TURNS_TRIED = 3  # numbers of turns that are tried before the excess of the last two tells whether more may fit
 
 
 def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
@@ -63,7 +62,7 @@ def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool 
     reached = _matching(graph, asked)
     mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
     turns, chunks = _turns_again(graph, request) if has_gradients else (1, 1)
-    again = replace(request, mesh=first.mesh, time_limit=None, gap=max(request.gap, _AGAIN))
+    again = replace(request, mesh=first.mesh, time_limit=None, gap=max(request.gap, LIMITS.gap_again))
     again = replace(again, microbatches=turns, chunks=chunks)
     letter: Letter | None = None
     free: dict[str, Any] = {"constraints": stored, "parallel": None}
@@ -156,7 +155,7 @@ def _may_fit(letters: Mapping[int, Infeasible], budget: float) -> bool:
         return True
     *_, before, last = letters
     saved = (letters[before].smallest - letters[last].smallest) * before / (last - before)
-    return letters[last].smallest - saved <= budget * (FAR if len(letters) < _TURNS_TRIED else 1.0)
+    return letters[last].smallest - saved <= budget * (SOLVER.recompute.far if len(letters) < LIMITS.turns else 1.0)
 
 
 def _are_too_few(letters: Mapping[int, Infeasible], turns: int, budget: float) -> bool:
@@ -166,7 +165,7 @@ def _are_too_few(letters: Mapping[int, Infeasible], turns: int, budget: float) -
     """
     *_, last = letters
     letter = letters[last]
-    return letter.stands + (letter.smallest - letter.stands) * last / turns > FAR * budget
+    return letter.stands + (letter.smallest - letter.stands) * last / turns > SOLVER.recompute.far * budget
 
 
 def _of_the_smallest(letters: Mapping[int, Infeasible]) -> Infeasible:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.calibrate.collectives import SIZES, of_axes, timed
+from autopar.calibrate.limits import LIMITS
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.steps import beside_its_parts
 from autopar.calibrate.workloads import WORKLOADS, Workload, traced
@@ -32,9 +33,6 @@ from autopar.sharding.cluster import Cluster, Link, Timed
 from autopar.sharding.device import Device
 from autopar.sharding.mesh import DeviceMesh
 
-LASTS = 4e-3  # least seconds of a repetition
-HELD = 64 * 2**20  # most bytes of results that a repetition holds at once
-AHEAD_S = 2e-3  # seconds of work that are queued on a GPU in front of what is timed
 KEPT = 2**20  # bytes that the host's allocator keeps for reuse
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -133,14 +131,14 @@ class Alone:
             return statistics.median(self._once_in_new_memory(run) for _ in range(self.repetitions))
         del made
         once = self._once if self._ahead is None else self._once_on_gpu
-        most = 1000.0 if self._ahead is None else AHEAD_S / 2 / _host_s(run)
-        calls = max(1, round(min(most, LASTS / max(once(run, 1), 1e-7))))
+        most = 1000.0 if self._ahead is None else LIMITS.ahead_s / 2 / _host_s(run)
+        calls = max(1, round(min(most, LIMITS.repetition_s / max(once(run, 1), 1e-7))))
         return statistics.median(once(run, calls) for _ in range(self.repetitions))
 
     def _once_on_gpu(self, run: Callable[[], Any], calls: int) -> float:
         assert self._ahead is not None
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(round(AHEAD_S / 2e-4)):
+        for _ in range(round(LIMITS.ahead_s / 2e-4)):
             self._ahead @ self._ahead
         start.record()
         for _ in range(calls):
@@ -151,7 +149,7 @@ class Alone:
 
     def _once(self, run: Callable[[], Any], calls: int) -> float:
         held = list[Any]()
-        left = HELD
+        left = LIMITS.held
         start = time.process_time()
         wall = time.perf_counter()
         for _ in range(calls):  # results stay a while, as what is kept for backward does: their memory is fresh
@@ -159,7 +157,7 @@ class Alone:
             left -= _nbytes(result)
             if left < 0:
                 held = []
-                left = HELD
+                left = LIMITS.held
         own = time.process_time() - start
         self.own = self.own + own
         self.wall = self.wall + time.perf_counter() - wall

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autopar.calibrate.limits import LIMITS
 from autopar.calibrate.stages import Stages
 from autopar.runtime.collectives import STEPS, Axis
 from autopar.sharding.cluster import Measured
@@ -27,11 +28,6 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # bytes of the whole tensor: those of a number and of 16, between which gloo's sums need more and more messages, then
 # 4 KiB to 16 MiB
 SIZES = (4, 64, *(4**k * 4096 for k in range(7)))
-TURNS_S = 60e-3  # least length of a repetition: many turns of ranks that share a core, of some milliseconds each
-PAIR_S = 4e-3  # the same for two ranks, as there are many pairs
-BETWEEN = 3  # products of two squares between a collective and the next, about two milliseconds
-WIDTH = 256  # rows and columns of such a square
-LEAST_S = 1e-6  # least seconds of a collective: none is faster than a function that does nothing
 
 Run = Callable[[], Any]
 
@@ -121,12 +117,12 @@ def _in_a_step(asked: Sequence[Sequence[Run]], device: str, repetitions: int, ti
     a turn exceeds its parts is shared out among them.
     """
     runs = [run for by_axis in asked for run in by_axis]
-    square = torch.ones(WIDTH, WIDTH)
+    square = torch.ones(LIMITS.square, LIMITS.square)
 
     def behind_work(*runs: Run) -> Callable[[], None]:
         def in_turn() -> None:
             for run in runs:
-                for _ in range(BETWEEN):
+                for _ in range(LIMITS.products):
                     square @ square
                 run()
 
@@ -138,9 +134,9 @@ def _in_a_step(asked: Sequence[Sequence[Run]], device: str, repetitions: int, ti
     alone, in_turns = iter(rest[: len(runs)]), iter(rest[len(runs) :])
     found = list[float]()
     for by_axis in asked:
-        each = [max(next(alone) - work, LEAST_S) for _ in by_axis]
+        each = [max(next(alone) - work, LIMITS.collective_s) for _ in by_axis]
         slower = (next(in_turns) - len(each) * work) / sum(each) if len(each) > 1 else 1.0
-        found += [max(slower * seconds, LEAST_S) for seconds in each]
+        found += [max(slower * seconds, LIMITS.collective_s) for seconds in each]
     return found
 
 
@@ -149,7 +145,7 @@ def timed(
     device: str,
     repetitions: int,
     tick: Callable[[], None] = lambda: None,
-    lasts: float = TURNS_S,
+    lasts: float = LIMITS.shared_s,
 ) -> list[float]:
     """Median seconds over rounds of one call of each of `runs`, on the slowest rank.
 
@@ -210,7 +206,7 @@ def pairs(
                         dist.recv(x, a)
                         dist.send(x, a)
 
-                taken.append(timed([there_and_back], device, repetitions, lasts=PAIR_S)[0] / 2)
+                taken.append(timed([there_and_back], device, repetitions, lasts=LIMITS.pair_s)[0] / 2)
             latency[a][b] = latency[b][a] = taken[0]
             bandwidth[a][b] = bandwidth[b][a] = large / max(taken[1] - taken[0], 1e-9)
     return latency, bandwidth

@@ -18,15 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import autoparallelize
+from autopar.calibrate.limits import LIMITS
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 
-WARM = 2
-WIDTH = 256  # width of the reference
-LENGTH = 64  # tokens in a row of its batch
-ROWS = 2, 8  # per device, in the small step and in the large one
-ROUNDS = 3  # times the repetitions of a kernel: all else is multiplied by what steps take
-LEAST = 0.5  # a step that took a smaller share of its ops' seconds shows an error of the collectives
+_LIMITS = LIMITS.steps
 
 
 class Reference(nn.Module):
@@ -53,22 +49,22 @@ def beside_its_parts(mesh: DeviceMesh, cluster: Cluster, repetitions: int) -> tu
     They are slope and height of the line through two steps of the reference, whose batch is cut over all devices. Its
     communication counts as measured: collectives are measured with all ranks running, in rows.
     """
-    made = [_step(mesh, cluster, rows) for rows in ROWS]
-    taken = _slowest([step for step, *_ in made], ROUNDS * repetitions)
+    made = [_step(mesh, cluster, rows) for rows in _LIMITS.rows]
+    taken = _slowest([step for step, *_ in made], _LIMITS.rounds * repetitions)
     few, many = (computed for _, computed, _ in made)
     least, most = (
-        max(LEAST * computed, seconds - communicated)
+        max(_LIMITS.least * computed, seconds - communicated)
         for seconds, (_, computed, communicated) in zip(taken, made, strict=True)
     )
     return line(few, least, many, most)
 
 
 def line(few: float, least: float, many: float, most: float) -> tuple[float, float]:
-    """Slope (at least `LEAST`) and height of the line through (few, least) and (many, most).
+    """Slope (at least `_LIMITS.least`) and height of the line through (few, least) and (many, most).
 
     The height is not negative: where the line would be below zero, it goes through zero and the large step instead.
     """
-    slope = max(LEAST, (most - least) / (many - few))
+    slope = max(_LIMITS.least, (most - least) / (many - few))
     height = most - slope * many
     return (slope, height) if height > 0 else (most / many, 0.0)
 
@@ -76,10 +72,10 @@ def line(few: float, least: float, many: float, most: float) -> tuple[float, flo
 def _step(mesh: DeviceMesh, cluster: Cluster, rows: int) -> tuple[Callable[[], None], float, float]:
     """A step of the reference with `rows` per device, and predicted seconds of its ops and communication."""
     torch.manual_seed(0)
-    tokens = torch.randint(0, 1024, (rows * mesh.size, LENGTH))
+    tokens = torch.randint(0, 1024, (rows * mesh.size, _LIMITS.length))
     batch = {"tokens": tokens, "targets": tokens.clone()}
     model = autoparallelize(
-        Reference(WIDTH),
+        Reference(_LIMITS.width),
         batch,
         mesh=mesh,
         cluster=cluster,
@@ -104,7 +100,7 @@ def _slowest(steps: Sequence[Callable[[], None]], repetitions: int) -> list[floa
     The steps take turns, so that noise meets all of them.
     """
     taken: list[list[float]] = [[] for _ in steps]
-    for _ in range(WARM + repetitions):
+    for _ in range(_LIMITS.warm + repetitions):
         for step, seconds in zip(steps, taken, strict=True):
             step()  # warms caches and memory, as the step before does in training
             dist.barrier()
@@ -113,4 +109,4 @@ def _slowest(steps: Sequence[Callable[[], None]], repetitions: int) -> list[floa
             slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds.append(slowest.item())
-    return [statistics.median(seconds[WARM:]) for seconds in taken]
+    return [statistics.median(seconds[_LIMITS.warm :]) for seconds in taken]

@@ -9,7 +9,8 @@ from typing import Any
 import autopar
 from autopar.commands.models import Named, count_of
 from autopar.letters import Letter
-from autopar.needs import MOST_DEVICES, Fit, Needs
+from autopar.limits import LIMITS
+from autopar.needs import Fit, Needs
 from autopar.request import Request
 from autopar.solver.figures import aligned, size
 from autopar.solver.plan import Plan
@@ -77,7 +78,7 @@ def fit(asked: argparse.Namespace) -> int:
 
 def _cells(fit: Fit) -> tuple[str, ...]:
     if fit.devices is None:
-        return fit.cluster, size(fit.room), f"more than {MOST_DEVICES}", "", "", "", ""
+        return fit.cluster, size(fit.room), f"more than {LIMITS.devices}", "", "", "", ""
     parts = (fit.states, fit.kept, fit.flying, fit.bytes)
     return fit.cluster, size(fit.room), str(fit.devices), *map(size, parts)
 

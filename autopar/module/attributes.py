@@ -27,14 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.letters import NotServed
+from autopar.module.limits import LIMITS
 from autopar.module.reads import Place, Reads, taking_down
 
 State = tuple[Any, ...]
 Unread = frozenset[tuple[int, int]]
 Ties = dict[int, tuple[Any, ...]]  # id(tensor) -> the first place at which it stands
 
-_MOST_STATES = 16  # states that are remembered; one that comes back later counts as new
-_MOST_ENTRIES = 256  # longer lists and dicts are tables, and not watched: every call would look at them
 _IS_OF_PYTHON = 1 << 9  # flag of a class that is defined in Python
 _IS_IMMUTABLE = 1 << 8  # flag of a class whose attributes cannot be set
 _ATOMS = frozenset({int, float, str, bool, type(None)})
@@ -118,7 +117,7 @@ class Attributes:
             if self.latest > self.newest:
                 self.newest = self.latest
                 self.states[self.latest] = now
-                self.states.pop(self.latest - _MOST_STATES, None)
+                self.states.pop(self.latest - LIMITS.states, None)
         return self.latest
 
     def _has_more(self) -> bool:
@@ -292,9 +291,9 @@ def _as_it_is(value: Any, first: Ties, at: tuple[Any, ...]) -> Any:
     A list or dict gives its content; a tensor its type and the place where it stands first, as its values are read in
     every call; another object its identity, and the numbers and strings that it holds.
     """
-    if isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
+    if isinstance(value, dict) and len(value) <= LIMITS.entries:
         return [*value], [_as_it_is(v, first, (*at, k)) for k, v in value.items()]
-    if isinstance(value, (list, set)) and len(value) <= _MOST_ENTRIES:
+    if isinstance(value, (list, set)) and len(value) <= LIMITS.entries:
         return type(value), [_as_it_is(v, first, (*at, k)) for k, v in enumerate(value)]
     if isinstance(value, Tensor):
         return first.setdefault(id(value), at), value.shape, value.dtype, value.requires_grad
@@ -303,7 +302,7 @@ def _as_it_is(value: Any, first: Ties, at: tuple[Any, ...]) -> Any:
     if _is_lasting(value):
         return value
     inside = getattr(value, "__dict__", None)
-    if not isinstance(inside, dict) or isinstance(value, nn.Module) or len(inside) > _MOST_ENTRIES:
+    if not isinstance(inside, dict) or isinstance(value, nn.Module) or len(inside) > LIMITS.entries:
         return _Itself(value)
     return _Itself(value), [(k, type(v), v if _is_lasting(v) else _Itself(v)) for k, v in [*inside.items()]]
 

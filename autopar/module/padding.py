@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 from autopar.graph import walks
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import NotServed
+from autopar.module.limits import LIMITS
 from autopar.ops.entry import facts_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 # relative tolerance by bytes of the coarsest dtype: sums over other lengths are added in another order
 ROUNDING = {8: 1e-10, 4: 3e-4, 2: 0.05, 1: 0.3}
-_NOISE = 1e-2  # a gradient less than this share of all is rounding, a key's bias say
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def check(graph: Graph, exact: Results, padded: Results, device: torch.device) -
     of_all = sum(all_of_it**2 for *_, all_of_it in rows[count:]) ** 0.5
     allowed = ROUNDING[coarsest(graph)]
     for i, (what, (apart, beside, _)) in enumerate(zip(pairs, rows, strict=True)):
-        least = 0.0 if i < count else _NOISE * of_all
+        least = 0.0 if i < count else LIMITS.noise * of_all
         if not apart <= allowed * max(beside, least):
             raise NotServed(
                 f"with pad_to the model would compute something else: {what} depends on the padding",

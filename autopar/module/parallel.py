@@ -18,9 +18,9 @@ from autopar.codegen.halves import Joint
 from autopar.graph.graph import Graph, build_outputs, write_updates
 from autopar.letters import BadInput, NotServed
 from autopar.module.lengths import padded
+from autopar.module.limits import LIMITS
 from autopar.module.local_outputs import own_rows, rows_of_call
 from autopar.module.padding import Bucket, cut_back
-from autopar.module.runner import CHECKED_CALLS
 from autopar.module.state import ModelState, SituatedProgram
 from autopar.runtime.agreement import begin_call, run_program
 from autopar.runtime.faults import naming_the_lost
@@ -188,7 +188,7 @@ def called(
     program = state.program(model, leaves, structure)
     run_program()
     inputs = [leaves[i] for i in program.places]
-    if program.calls < CHECKED_CALLS:  # looked at while it is new
+    if program.calls < LIMITS.checked_calls:  # looked at while it is new
         state.check(inputs, program)
     return program, inputs, bucket
 

@@ -24,6 +24,7 @@ from autopar.graph import walks
 from autopar.graph.graph import info
 from autopar.graph.tensor_form import TensorForm
 from autopar.letters import Anomaly, NotServed
+from autopar.module.limits import LIMITS
 from autopar.module.step import EmittedStep
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting
@@ -32,8 +33,6 @@ from autopar.runtime.private import inside_backward, like_part, profiler_runs
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold
 from autopar.sharding.placement import Sharding
-
-CHECKED_CALLS = 2  # first calls of a program, in which ranks compare what they pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +219,7 @@ class Runner:
 
     def check_arrived(self, arrived: tuple[bool, ...]) -> None:
         """Check on the first backwards that gradients arrive at the same outputs on all ranks."""
-        if len(arrived) > 1 and self.backwards < CHECKED_CALLS:
+        if len(arrived) > 1 and self.backwards < LIMITS.checked_calls:
             self.backwards += 1
             all_ranks_hold("outputs that gradients arrive at", arrived)
 

@@ -35,6 +35,7 @@ from autopar.graph.graph import Graph, info, op_name
 from autopar.graph.idle import IdleHook
 from autopar.letters import BadInput, Letter, NotServed
 from autopar.module.gathered import gather
+from autopar.module.limits import LIMITS
 from autopar.module.padding import ROUNDING, coarsest
 from autopar.module.parallel import ParallelModule, called, left_by
 from autopar.module.state import ModelState
@@ -44,9 +45,6 @@ from autopar.runtime.world import exchanged, from_rank_0
 from autopar.solver.figures import size
 from autopar.tracer.precision import Precision, reference
 
-_OF_ROUNDING = 8.0  # tolerance, in multiples of the plain model's rounding: a program adds in other orders
-_OF_SHARE = 4.0  # rounding may gather in one part: a part's norm counts as at least so many times its share
-_MOST = 0.5  # relative tolerance above which a gradient is mostly rounding and is not compared
 _UNIT = 10**15  # units in a share of one: ranks exchange shares as whole numbers
 
 
@@ -343,8 +341,8 @@ def _judged(plain: _Plain, bytes_of_dtype: int) -> tuple[Tensor, _Findings]:
     rounding = _norm(right - other) / norm
     if bytes_of_dtype == 8:  # the other is of 4
         rounding *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    allowed = max(ROUNDING[bytes_of_dtype], _OF_ROUNDING * rounding)
-    if not allowed <= _MOST:
+    allowed = max(ROUNDING[bytes_of_dtype], LIMITS.watch.rounding * rounding)
+    if not allowed <= LIMITS.watch.most:
         return right, _Findings("its gradient is rounding for the most part")
     if twice is not None:
         of_mean, of_sum = _norm(twice - right) / norm, _norm(twice - 2 * right) / norm
@@ -373,7 +371,7 @@ def _apart_on_all(state: ModelState, name: str, mine: Tensor, right: Tensor) -> 
     part = storage.take(right, sync=True).to_local().to(torch.float64)
     here = (mine.to_local() if isinstance(mine, DTensor) else mine).to(torch.float64)
     whole = storage.spread(torch.tensor(_norm(right), device=part.device, dtype=torch.float64), sync=True)
-    least = float(whole) * min(1.0, _OF_SHARE * math.sqrt(part.numel() / max(1, right.numel())))
+    least = float(whole) * min(1.0, LIMITS.watch.share * math.sqrt(part.numel() / max(1, right.numel())))
     share = _norm(here - part) / max(_norm(part), least, torch.finfo(torch.float64).tiny)
     mine_in_units = round(_UNIT * min(share, 1e3)) if math.isfinite(share) else 1000 * _UNIT
     return tuple(n / _UNIT for (n,) in exchanged([mine_in_units], state.setup.device))

@@ -24,8 +24,8 @@ from autopar.graph.graph import Graph
 from autopar.graph.idle import IdleHook
 from autopar.letters import BadInput
 from autopar.module.attributes import Attributes, State, Unread
+from autopar.module.limits import LIMITS
 
-_NAMED = 4  # modules or parameters that a text names
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
 
 
@@ -200,8 +200,8 @@ def _switched(paths: Iterable[str], now: Sequence[bool], before: Sequence[bool],
 
 def _some(texts: Sequence[str]) -> str:
     """A few of the texts, and how many more there are."""
-    more = len(texts) - _NAMED
-    return ", ".join([*texts[:_NAMED], f"and {more} more" if more > 0 else ""]).removesuffix(", ")
+    more = len(texts) - LIMITS.named
+    return ", ".join([*texts[: LIMITS.named], f"and {more} more" if more > 0 else ""]).removesuffix(", ")
 
 
 def _said(value: Any) -> tuple[type, Any]:

@@ -17,6 +17,7 @@ from autopar.graph.calls import Call
 from autopar.graph.graph import Graph, changing_buffers
 from autopar.graph.held import Registered
 from autopar.module.attributes import Attributes
+from autopar.module.limits import LIMITS
 from autopar.module.padding import Padding
 from autopar.module.relowering import lower_again
 from autopar.module.runner import Runner, Setup
@@ -29,8 +30,6 @@ from autopar.runtime.private import unwatched
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
-
-MOST_PROGRAMS = 16  # programs that a model keeps; the one that was not called for longest is dropped first
 
 
 class Replan(Protocol):
@@ -163,7 +162,7 @@ class ModelState:
         runner = runner_of(lowered, self.setup, self.waiting)
         places = self.caller.places(lowered.graph)
         made = SituatedProgram(situation, grad, lowered, runner, places, sight, self.made)
-        self.programs = [*self.programs[-MOST_PROGRAMS + 1 :], made]
+        self.programs = [*self.programs[-LIMITS.programs + 1 :], made]
         self.made += 1
         return made
 

@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.letters import Diverged, NotServed
+from autopar.module.limits import LIMITS
 from autopar.module.parallel import ParallelModule
 from autopar.module.single_device import Compared, compared
 from autopar.runtime.agreement import agree
 from autopar.runtime.world import exchanged
 from autopar.sharding.mesh import DeviceMesh
 
+_LIMITS = LIMITS.watch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NAMED = 3  # tensors of one letter
-_ROWS = 4  # rows of the batch on which a gradient is compared
-_LOOKS_A_GRADIENT = 10  # one of so many looks compares one
 log = logging.getLogger("autopar")
 
 
@@ -60,7 +59,7 @@ class Watch:
     def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model is self.model and model.training and torch.is_grad_enabled():
             if self.calls and self.calls % self.every == 0:
-                is_turn = self.rows and self._due % _LOOKS_A_GRADIENT == 0
+                is_turn = self.rows and self._due % _LIMITS.every == 0
                 self._due += 1
                 self.look(*args, **kwargs) if is_turn else self.look()
             self.calls += 1
@@ -95,7 +94,7 @@ class Watch:
             raise self._letter(differ)
 
     def _compare_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = compared(self.model, args, kwargs, self.rows or _ROWS, len(self.gradients))
+        found = compared(self.model, args, kwargs, self.rows or _LIMITS.rows, len(self.gradients))
         if found.why_not and not self.gradients:
             name = found.parameter or "any parameter"
             log.warning(
@@ -132,7 +131,8 @@ class Watch:
     def _letter(self, differ: Sequence[tuple[str, Tensor, list[int], list[int]]]) -> Diverged:
         name, tensor, odd, others = differ[0]
         more = sorted({other for other, *_ in differ} - {name})
-        rest = f"; so do {', '.join(more[:_NAMED])}{', ...' if len(more) > _NAMED else ''}" if more else ""
+        few = _LIMITS.named
+        rest = f"; so do {', '.join(more[:few])}{', ...' if len(more) > few else ''}" if more else ""
         ranks = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
         return Diverged(
             f"{name} on {ranks} differs from its copies on {', '.join(map(str, others))}, at call {self.calls}{rest}",
@@ -142,7 +142,7 @@ class Watch:
 
 
 def watch(
-    model: nn.Module, every: int = 100, optimizer: torch.optim.Optimizer | None = None, rows: int = _ROWS
+    model: nn.Module, every: int = 100, optimizer: torch.optim.Optimizer | None = None, rows: int = _LIMITS.rows
 ) -> Watch:
     """Compare tensors that several ranks hold copies of, before every `every`-th call in training.
 
@@ -158,7 +158,7 @@ def watch(
     for name, given, least, what in (("every", every, 1, "calls"), ("rows", rows, 0, "rows")):
         if isinstance(given, bool) or not isinstance(given, int) or given < least:
             raise NotServed(
-                f"{name}={given!r} is not a valid number of {what}", advice=f"{name}={100 if least else _ROWS}"
+                f"{name}={given!r} is not a valid number of {what}", advice=f"{name}={100 if least else _LIMITS.rows}"
             )
     return Watch(model, every, optimizer, rows)
 

@@ -23,25 +23,14 @@ import pulp
 
 from autopar.once import Once
 from autopar.solver.eliminate import minimise, regions_of
+from autopar.solver.limits import LIMITS
 from autopar.solver.points import Point, Points
 from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space
 
-ROUNDS = 16  # least number of rounds of prices; limits count work, not seconds, so that plans are reproducible
-_MOST_ROUNDS = 64  # most rounds of prices, where tables are small
-_WORK = 1 << 21  # table entries in all rounds together, beyond the least number of rounds
-_LARGE = 1 << 20  # table entries; above that, prices are searched in single precision
-_SAME = 1e-12  # relative gap that is rounding
-_MET = 1e-9  # relative excess over a budget that is rounding
-_NEAR = 1e-3  # relative gap between the smallest peak and its bound that ends the search for it
-_ABSURD = 2  # a bound this many times the slowest plan suggests that no plan fits the budget
-_ASKED = 3  # most attempts to prove that no plan fits
-_WORTH = 1e-6  # relative gain of the bound that is not worth a round
-_LITTLE = 0.03  # share of the open gap that is not worth a round
-_DEARER = (2.0, 10.0)  # factors on the seconds of conversions, to find plans with fewer of them
+_LIMITS = LIMITS.prices
+
 _TINY = 1e-30
-_ROUNDING = 1e-12
-_PIVOTS = 10_000  # most pivots of a linear program of prices, which has a row for each plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +83,8 @@ class Budgeted:
         self.points = Points(self.space)
         self.kinds = self.points.kinds
         entries = sum({id(e.seconds): e.seconds.size for e in self.space.edges}.values())
-        self.rounds = max(ROUNDS, min(_MOST_ROUNDS, _WORK // max(1, entries)))
-        self.is_large = entries > _LARGE
+        self.rounds = max(_LIMITS.rounds, min(_LIMITS.most_rounds, _LIMITS.work // max(1, entries)))
+        self.is_large = entries > _LIMITS.large
 
     # -- a plan at prices
 
@@ -122,7 +111,7 @@ class Budgeted:
         at its prices, and one of these is often better.
         """
         points = list[Point]()
-        for times in _DEARER:
+        for times in _LIMITS.dearer:
             problem = self.priced(prices.of_bytes, exposed=prices.exposed, converted=times)
             points.append(self.point(minimise(problem, tries=1, is_rough=self.is_large).picked))
         return [p for p in points if math.isfinite(p.seconds)]
@@ -193,7 +182,7 @@ class Budgeted:
         gap: float,
         incumbents: Iterable[Point] = (),
         until: float = math.inf,
-        little: float = _LITTLE,
+        little: float = _LIMITS.little,
         proves: bool = True,
     ) -> Outcome:
         """The fastest plan within a budget that prices lead to, and a lower bound.
@@ -212,7 +201,7 @@ class Budgeted:
         bound = -math.inf
         tried = set[Any]()
         asked = 0
-        enough = max(gap, _WORTH if self.rounds == ROUNDS else _SAME)
+        enough = max(gap, _LIMITS.worth if self.rounds == _LIMITS.rounds else LIMITS.rounding.same)
         for _ in range(self.rounds):
             point, worth = self._worth(at, budget, self.is_large)
             tried.add(at.rounded)
@@ -228,14 +217,14 @@ class Budgeted:
             if best is not None and (best.seconds - bound <= enough * best.seconds or time.monotonic() > until):
                 break
             slowest = max((p.seconds for p in points), default=math.inf)
-            if best is None and worth > _ABSURD * slowest and asked < _ASKED:
+            if best is None and worth > _LIMITS.absurd * slowest and asked < _LIMITS.proofs:
                 asked += 1
                 if self.none_within(budget, at.of_bytes):
                     return Outcome(None, bound, points, centre, hopeless=True)
             times = sorted({*times, *self._overfull(point, budget)})
             ahead, most = prices_of(points, times, budget, self.kinds)
             left = 0.0 if best is None else little * (best.seconds - bound)
-            if points and most - bound <= max(_WORTH * abs(bound), left):
+            if points and most - bound <= max(_LIMITS.worth * abs(bound), left):
                 break  # The best prices ahead raise the bound too little.
             # Whole steps find the range of prices soonest while no plan fits and the bound rises. They also lead
             # away from known plans. Otherwise half steps are steadier.
@@ -265,7 +254,7 @@ class Budgeted:
         """Whether these prices prove that no plan fits, as every plan's weighted bytes exceed the budget."""
         whole = sum(prices.values())
         weights = {t: p / whole for t, p in prices.items() if p > 0}
-        return self.at(weights, 0.0)[1] > budget * (1 + _MET)
+        return self.at(weights, 0.0)[1] > budget * (1 + LIMITS.rounding.over)
 
     def smallest(self) -> tuple[Point, float]:
         """The plan of the lowest peak that was found, and a lower bound of any peak; searched for once."""
@@ -302,8 +291,8 @@ class Budgeted:
         weights = dict.fromkeys(times, 1.0 / len(times))
         done = list[dict[int, float]]()
         # A small weight on seconds decides the choices that no memory row mentions.
-        a_little = 1e-3 * first.peak / max(_TINY, first.seconds)
-        for _ in range(ROUNDS):
+        a_little = _LIMITS.seconds_weight * first.peak / max(_TINY, first.seconds)
+        for _ in range(_LIMITS.rounds):
             point, _ = self.at(weights, a_little, is_rough=self.is_large)
             if math.isfinite(point.seconds):
                 points.append(point)
@@ -312,18 +301,19 @@ class Budgeted:
             before = weights
             weights, guess = _weights(counted, times)
             done.append(before)
-            if min(p.peak for p in counted) <= guess * 1.001 or weights in done:
+            if min(p.peak for p in counted) <= guess * (1 + _LIMITS.near) or weights in done:
                 break
         for w in (before, weights):
             # Rounding in the linear program may make weights sum to more than 1, and the bound too high.
             least = self.at(w, 0.0)[1] / max(1.0, sum(w.values()))
-            bound = max(bound, least * (1 - _ROUNDING))
+            bound = max(bound, least * (1 - LIMITS.rounding.same))
         points = [p for p in points if math.isfinite(p.seconds)] or [first]
         best = min(points, key=lambda p: (p.peak, p.seconds))
-        for share in (0.3, 0.5, 0.7):  # Searches for budgets between bound and best often meet smaller plans.
-            if min(p.peak for p in counted) <= bound * (1 + _NEAR):
+        for share in _LIMITS.between:  # Searches for budgets between bound and best often meet smaller plans.
+            if min(p.peak for p in counted) <= bound * (1 + _LIMITS.near):
                 break
-            points = self.fastest(bound + (best.peak - bound) * share, 0.02, points, proves=False).points
+            between = bound + (best.peak - bound) * share
+            points = self.fastest(between, _LIMITS.rough_gap, points, proves=False).points
             best = min(points, key=lambda p: (p.peak, p.seconds))
         return points, bound
 
@@ -353,7 +343,7 @@ def _times(seconds: np.ndarray, of_time: float) -> np.ndarray:
 
 
 def _backend() -> Any:
-    return pulp.PULP_CBC_CMD(msg=False, threads=1, options=[f"maxIterations {_PIVOTS}"])
+    return pulp.PULP_CBC_CMD(msg=False, threads=1, options=[f"maxIterations {_LIMITS.pivots}"])
 
 
 def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:

@@ -11,16 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.solver import text
-from autopar.solver.budget import ROUNDS
 from autopar.solver.joint import JointPrices
 from autopar.solver.joint_search import JointSearch, frontier
+from autopar.solver.limits import LIMITS
 from autopar.solver.points import Point
 from autopar.solver.recompute import Within
 from autopar.solver.searches import Task
 
-_EVERY = 3  # budgets from one search of prices to the next
-_ROUNDS = 2  # rounds of such a search
-_MET = 1 + 1e-9  # relative excess over a budget that is rounding
+_LIMITS = LIMITS.curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +77,10 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
     for k, budget in enumerate(ordered):
         within = Within(joint, budget)
         within.look_at_known()
-        if k in (*range(0, len(ordered), _EVERY), len(ordered) - 1) and within.best is not joint.first.point:
+        if k in (*range(0, len(ordered), _LIMITS.every), len(ordered) - 1) and within.best is not joint.first.point:
             within.look_at_equal_layers()
-            within.look_for_prices(_ROUNDS)
-            if within.is_wide and task.counted.rounds > ROUNDS:
+            within.look_for_prices(_LIMITS.rounds)
+            if within.is_wide and task.counted.rounds > LIMITS.prices.rounds:
                 points = frontier(task.counted.fastest(budget, task.gap).points)
                 within.add(points)
                 met += points
@@ -94,7 +92,7 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
 
 def _point_of(joint: JointSearch, met: Sequence[Point], budget: int) -> CurvePoint:
     """The fastest plan of all that were met whose peak is within a budget."""
-    fits = [p for p in met if p.peak <= budget * _MET]
+    fits = [p for p in met if p.peak <= budget * (1 + LIMITS.rounding.over)]
     bound = joint.bound(budget)
     if not fits:
         return CurvePoint(budget, math.inf, bound, 0, 0.0, 0)

@@ -16,13 +16,12 @@ import numpy as np
 
 from autopar.graph.layers import block
 from autopar.solver.elimination import Elimination, TooWide
+from autopar.solver.limits import LIMITS
 from autopar.solver.tables import Problem
 from autopar.space.space import Space
 
-WIDEST = 1 << 19  # most entries of a table
-_OPEN = 1e-3  # relative gap that is worth a descent
-_SWEEPS = 4  # passes of a descent over the split variables
-_ASKED = 3  # most choices tried for a variable, of those that its copies chose
+_LIMITS = LIMITS.elimination
+
 
 _Best = tuple[float, list[int]]  # a cost, and the choices that have it
 
@@ -37,7 +36,13 @@ class Found:
     split: tuple[int, ...] = ()  # variables that were split
 
 
-def minimise(problem: Problem, widest: int = WIDEST, tries: int = 8, gap: float = 0.0, is_rough: bool = False) -> Found:
+def minimise(
+    problem: Problem,
+    widest: int = _LIMITS.widest,
+    tries: int = _LIMITS.agreements,
+    gap: float = 0.0,
+    is_rough: bool = False,
+) -> Found:
     """The choices of least cost, or the best of a few `tries` if variables had to be split.
 
     Each try makes the copies of split variables agree in another way. `is_rough` computes in single precision: the
@@ -70,7 +75,7 @@ def _minimised(problem: Problem, widest: int, tries: int, gap: float) -> Found:
         best = _better(problem, best, run)
         if best[0] - first.bound <= gap * best[0]:
             break
-    if tries > 1 and math.isfinite(best[0]) and best[0] - first.bound > max(gap, _OPEN) * best[0]:
+    if tries > 1 and math.isfinite(best[0]) and best[0] - first.bound > max(gap, _LIMITS.worth) * best[0]:
         best = _descended(problem, best, set(first.copies), first.bound, widest)
     return Found(best[1], best[0], first.bound, tuple(first.copies))
 
@@ -93,7 +98,7 @@ def _neighbours(run: Elimination, agreed: Mapping[int, int]) -> Iterator[dict[in
     for v, copies in run.copies.items():
         totals = [run.marginals[c] for c in copies]
         asked = {int(np.argmin(total)) for total in totals} - {agreed[v]}
-        for k in sorted(asked, key=lambda k: sum(total[k] for total in totals))[:_ASKED]:
+        for k in sorted(asked, key=lambda k: sum(total[k] for total in totals))[: _LIMITS.choices]:
             yield {**agreed, v: k}
 
 
@@ -103,15 +108,15 @@ def _descended(problem: Problem, best: _Best, hubs: set[int], bound: float, wide
     Each takes in turn the choice that is best while the other split ones keep theirs, as long as that helps.
     """
     cost, picked = best
-    for _ in range(_SWEEPS):
+    for _ in range(_LIMITS.sweeps):
         before = cost
         for hub in sorted(hubs):
             least = least_by_choice(problem, hub, picked, widest, hubs)
             choice = int(np.argmin(least))
-            if least[choice] < cost - _OPEN * max(0.0, cost - bound):
+            if least[choice] < cost - _LIMITS.worth * max(0.0, cost - bound):
                 cost = float(least[choice])
                 picked = [*picked[:hub], choice, *picked[hub + 1 :]]
-        if cost == before or cost - bound <= _OPEN * cost:
+        if cost == before or cost - bound <= _LIMITS.worth * cost:
             break
     if cost == best[0]:
         return best
@@ -119,7 +124,7 @@ def _descended(problem: Problem, best: _Best, hubs: set[int], bound: float, wide
 
 
 def least_by_choice(
-    problem: Problem, v: int, picked: Sequence[int], widest: int = WIDEST, hubs: set[int] | None = None
+    problem: Problem, v: int, picked: Sequence[int], widest: int = _LIMITS.widest, hubs: set[int] | None = None
 ) -> np.ndarray:
     """For each choice of one variable, the least cost of everything with it.
 

@@ -22,7 +22,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from autopar.solver.tables import CHEAP, Factor, Problem, minimum_over
+from autopar.solver.limits import LIMITS
+from autopar.solver.tables import Factor, Problem, minimum_over
+
+_LIMITS = LIMITS.elimination
 
 _T = TypeVar("_T")
 _Rank = tuple[int, int, int]
@@ -331,7 +334,7 @@ class Elimination:
             rank(v)
         while queue:
             priority, v = heapq.heappop(queue)
-            if current.get(v) != priority or v not in left.costs or (only_cheap and priority[0] > CHEAP):
+            if current.get(v) != priority or v not in left.costs or (only_cheap and priority[0] > _LIMITS.cheap):
                 continue
             changed = self._split_around(v) if priority[0] > self.widest else []
             if changed:
@@ -356,7 +359,7 @@ class Elimination:
                 if u != v:
                     axes.setdefault(u, {})[id(m)] = n
         width = math.prod(min(math.prod(maps.values()), len(costs[u])) for u, maps in axes.items())
-        return width if width > CHEAP else 0, max((f.generation for f in factors), default=0), len(factors)
+        return width if width > _LIMITS.cheap else 0, max((f.generation for f in factors), default=0), len(factors)
 
     def _split_around(self, v: int) -> Sequence[int]:
         """Split a variable near one whose elimination is too wide; returns the variables whose tables changed."""

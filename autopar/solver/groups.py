@@ -24,21 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from autopar.solver.limits import LIMITS
 from autopar.solver.states import Again, StateSearch, StepStates
 from autopar.space.timeline import Momentary, Passing, Timeline
 
-_SLOTS = 512  # slots into which room is rounded
-_SPARE = 1.25  # most room that is asked for, in budgets
-_JOINED = (1, 2)  # numbers of stages in one way
-_LARGEST = 6  # largest values of a stage, of which every subset is tried
-_PRICES = tuple(4.0**k for k in range(-4, 6))  # prices of a byte for the other values, as multiples of the usual one
-_LONGEST = 24  # most stages in a group
-_NEAR = 3  # ops on either side among which the beginning of a stage has the fewest live bytes
-_TRIED = 12  # most rooms that are tried
-_FINER = 256  # most further values that are made in passing
-_BESIDE = 6  # values that are tried for each, where the step is fullest
-_WIDE = 2.0  # ratio of live bytes to those at both neighbours, above which no stage begins
-_WORK = 1 << 16  # limit on work for these, in runs of the timeline
+_LIMITS = LIMITS.groups
 
 
 def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) -> StepStates | None:
@@ -49,13 +39,13 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
     if search.none.peak <= budget or budget <= 0:
         return search.none if budget > 0 else None
     stages = _Stages(search.line)
-    tables = _StageTables(stages, _ways_of(stages, is_all_or_none), budget * _SPARE / _SLOTS)
+    tables = _StageTables(stages, _ways_of(stages, is_all_or_none), budget * _LIMITS.spare / _LIMITS.slots)
     found = list[StepStates]()
     under = -math.inf  # the largest room that led under the budget, or to nothing
     over = math.inf  # the smallest room that led over the budget
     room = budget
     step = 1.0
-    for _ in range(_TRIED):
+    for _ in range(_LIMITS.rooms):
         chosen = tables.chosen(room)
         away = budget
         if chosen is not None:
@@ -65,7 +55,7 @@ def in_groups(search: StateSearch, budget: float, is_all_or_none: bool = False) 
         is_between = math.isfinite(under) and math.isfinite(over)
         room = (under + over) / 2 if is_between else room + step * away
         step = 2 * step
-        if room <= 0 or over - under < tables.unit or under >= _SPARE * budget:
+        if room <= 0 or over - under < tables.unit or under >= _LIMITS.spare * budget:
             break
     fits = [states for states in found if states.peak <= budget]
     if fits:
@@ -82,9 +72,9 @@ def _with_more(search: StateSearch, stages: _Stages, states: StepStates, budget:
     before that reader in the stage may join it.
     """
     last = 2 * search.line.ops - 1
-    for _ in range(min(_FINER, _WORK // (_BESIDE * len(search.line.runs)))):
+    for _ in range(min(_LIMITS.finer, _LIMITS.work // (_LIMITS.beside * len(search.line.runs)))):
         time = int(states.held.argmax())
-        more = itertools.islice(stages.before(min(time, last - time), states), _BESIDE)
+        more = itertools.islice(stages.before(min(time, last - time), states), _LIMITS.beside)
         tried = (search.of(states.again, passing) for passing in more)
         best = min(tried, key=lambda s: (s.peak, s.seconds), default=states)
         if best.peak >= states.peak:
@@ -121,7 +111,7 @@ class _Stages:
         wide = [
             t
             for before, t, behind in zip(narrow, narrow[1:], narrow[2:], strict=False)
-            if self.alive[t] > _WIDE * max(self.alive[before], self.alive[behind])
+            if self.alive[t] > _LIMITS.wide * max(self.alive[before], self.alive[behind])
         ]
         self.begins = [t for t in narrow if t not in wide]
         self.other = line.other + self._fixed()  # bytes of what is in no run or not dropped, by time
@@ -131,8 +121,8 @@ class _Stages:
 
     def _is_narrow(self, time: int) -> bool:
         """Whether a time has the least live bytes nearby, and is the first of equals."""
-        near = self.alive[max(1, time - _NEAR) : time + _NEAR + 1]
-        before = self.alive[max(1, time - _NEAR) : time]
+        near = self.alive[max(1, time - _LIMITS.near) : time + _LIMITS.near + 1]
+        before = self.alive[max(1, time - _LIMITS.near) : time]
         here = self.alive[time]
         return 0 < here <= near.min() and here < near.max() and (not len(before) or here < before.min())
 
@@ -255,7 +245,7 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
     found = []
     for first in range(len(stages)):
         ways = list[_Way]()
-        for end in (first + n for n in _JOINED if first + n <= len(stages)):
+        for end in (first + n for n in _LIMITS.joined if first + n <= len(stages)):
             part = stages.part(first, end)
             key = (tuple(replace(run, name="", region="") for run in part.runs), *part.bytes.tolist())
             if key not in alike:
@@ -273,11 +263,11 @@ def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:
         return [frozenset(), droppable]
     search = StateSearch(part)
     usual = search.usual_price(search.fullest)
-    for times in _PRICES:
+    for times in _LIMITS.prices:
         search.at_price(times * usual)
     found = [states.again & droppable for states in search.known.values()]
     needed = {part.made_by[v] for v in part.needed if not part.fixed[v]}
-    largest = sorted(needed, key=lambda i: (-sum(part.bytes[list(part.runs[i].makes)]), i))[:_LARGEST]
+    largest = sorted(needed, key=lambda i: (-sum(part.bytes[list(part.runs[i].makes)]), i))[: _LIMITS.subsets]
     for n in range(len(largest) + 1):
         found += (droppable.difference(kept) for kept in itertools.combinations(largest, n))
     return list(dict.fromkeys(found))
@@ -331,11 +321,11 @@ class _StageTables:
         self.again: dict[tuple[int, int], np.ndarray] = {}
         self.picked: dict[tuple[int, int], np.ndarray] = {}
         for s in range(count - 1, -1, -1):
-            for t in range(s + 1, min(count, s + _LONGEST) + 1):
+            for t in range(s + 1, min(count, s + _LIMITS.longest) + 1):
                 least, picks = self._nothing()
                 for k, way in enumerate(ways[s]):
                     if s + way.stages <= t:
-                        rest = self.again[s + way.stages, t] if s + way.stages < t else np.zeros(_SLOTS + 1)
+                        rest = self.again[s + way.stages, t] if s + way.stages < t else np.zeros(_LIMITS.slots + 1)
                         self._take(least, picks, k, way, self._behind(rest, way.saved) + way.passing)
                 seconds = 0.0
                 for u in range(s + 1, t):
@@ -343,31 +333,31 @@ class _StageTables:
                     value = seconds + self._later(self.again[u, t], self.entry[u]) + self.again[s, u]
                     self._less(least, picks, value, -u)
                 self.again[s, t], self.picked[s, t] = least, picks
-        self.first = [*(self._nothing()[0] for _ in range(count)), np.zeros(_SLOTS + 1)]
+        self.first = [*(self._nothing()[0] for _ in range(count)), np.zeros(_LIMITS.slots + 1)]
         self.chose = [self._nothing()[1] for _ in range(count)]
         for s in range(count - 1, -1, -1):
             least, picks = self.first[s], self.chose[s]
             for k, way in enumerate(ways[s]):
                 self._take(least, picks, k, way, self._behind(self.first[s + way.stages], way.saved))
-            for u in range(s + 1, min(count, s + _LONGEST) + 1):
+            for u in range(s + 1, min(count, s + _LIMITS.longest) + 1):
                 self._less(least, picks, self._later(self.first[u], self.entry[u]) + self.again[s, u], -u)
 
     def _slots(self, nbytes: float) -> int:
         return math.ceil(nbytes / self.unit - 1e-9)
 
     def _nothing(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.full(_SLOTS + 1, math.inf), np.zeros(_SLOTS + 1, int)
+        return np.full(_LIMITS.slots + 1, math.inf), np.zeros(_LIMITS.slots + 1, int)
 
     def _behind(self, table: np.ndarray, saved: float) -> np.ndarray:
         return self._later(table, self._slots(saved))
 
     def _later(self, table: np.ndarray, slots: int) -> np.ndarray:
         """A table by the room that is left before `slots` slots are taken."""
-        return np.concatenate([np.full(min(slots, _SLOTS + 1), math.inf), table])[: _SLOTS + 1]
+        return np.concatenate([np.full(min(slots, _LIMITS.slots + 1), math.inf), table])[: _LIMITS.slots + 1]
 
     def _take(self, least: np.ndarray, picks: np.ndarray, k: int, way: _Way, rest: np.ndarray) -> None:
         value = rest + way.seconds
-        value[: min(self._slots(way.peak), _SLOTS + 1)] = math.inf
+        value[: min(self._slots(way.peak), _LIMITS.slots + 1)] = math.inf
         self._less(least, picks, value, k)
 
     def _less(self, least: np.ndarray, picks: np.ndarray, value: np.ndarray, pick: int) -> None:
@@ -376,7 +366,7 @@ class _StageTables:
 
     def chosen(self, room: float) -> tuple[Again, Passing] | None:
         """The runs to repeat, and those of them in passing; None where nothing fits in the room."""
-        left = min(_SLOTS, int(room / self.unit))
+        left = min(_LIMITS.slots, int(room / self.unit))
         if left < 0 or not math.isfinite(self.first[0][left]):
             return None
         stages = self.stages

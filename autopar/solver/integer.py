@@ -24,12 +24,12 @@ import numpy as np
 import pulp
 
 from autopar.letters import Infeasible, NotServed
+from autopar.solver.limits import LIMITS
 from autopar.space.space import Edge, Space
 
+_LIMITS = LIMITS.integer
+
 _SCALE = 1e6  # the program counts microseconds: CBC's tolerances are absolute
-_NODES = 2_000  # most nodes of the tree of one call of a backend
-_PIVOTS = 50_000  # most pivots of each linear program in that tree
-_WHOLE = 0.9  # least value of a variable that counts as 1, well below what tolerances allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class IntegerProgram:
             raise infeasible(self.space, f"the solver says {pulp.LpStatus[status]}")
         picked = [_largest(row) for row in self.x]
         # A backend that stopped early may have no solution.
-        if any(_value(row[i]) < _WHOLE for row, i in zip(self.x, picked, strict=True)):
+        if any(_value(row[i]) < _LIMITS.whole for row, i in zip(self.x, picked, strict=True)):
             return Answer(None, math.inf, False)
         has_ended = self.problem.sol_status == pulp.LpSolutionOptimal
         return Answer(picked, float(pulp.value(self.problem.objective)), has_ended)
@@ -229,7 +229,7 @@ def _ends_agree(e: Edge, y: dict[Any, Any], x: list[list[Any]]) -> list[Any]:
     return rows
 
 
-def backend_of(name: str, gap: float = 0.0, nodes: int = _NODES, pivots: int = _PIVOTS) -> Any:
+def backend_of(name: str, gap: float = 0.0, nodes: int = _LIMITS.nodes, pivots: int = _LIMITS.pivots) -> Any:
     """The backend that pulp knows by this name.
 
     It stops at a gap, or after work that it counts: nodes, and pivots of each linear program. Never after seconds: the

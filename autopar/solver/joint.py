@@ -26,14 +26,13 @@ from autopar.once import Once
 from autopar.solver.availability import Availability, AvailabilityPrices
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import minimise
-from autopar.solver.tables import Factor, Problem
+from autopar.solver.limits import LIMITS
+from autopar.solver.tables import NOWHERE, Factor, Problem
 from autopar.space.memory import Piece
 from autopar.space.space import Space
 from autopar.space.timeline import OWN, Passages
 
-_NOWHERE = 1e30
-_SAME = 0.01  # difference of two exposed shares that counts as none
-_NEAR = 0.02  # relative difference of two prices that counts as none
+_LIMITS = LIMITS.joint
 
 
 class JointPrices(NamedTuple):
@@ -60,9 +59,9 @@ class JointPrices(NamedTuple):
     def is_near(self, other: JointPrices) -> bool:
         """Whether two prices are so close that they would lead to the same plan."""
         pairs = zip(self.exposed or (), other.exposed or (), strict=True)
-        near = _NEAR * max(self.of_budget, other.of_budget)
+        near = _LIMITS.same_price * max(self.of_budget, other.of_budget)
         of_bytes = abs(self.of_byte - other.of_byte) + abs(self.at_step - other.at_step)
-        return all(abs(a - b) <= _SAME for a, b in pairs) and of_bytes <= near
+        return all(abs(a - b) <= _LIMITS.same_share for a, b in pairs) and of_bytes <= near
 
 
 def has_state(space: Space, piece: Piece) -> bool:
@@ -176,7 +175,7 @@ class JointTables:
             for made, gain in zip(op.made, gains, strict=True):
                 is_kept = made.is_kept and wants
                 again = again - gain
-                held = made.bytes * price if made.shows == OWN else np.full(len(saved), _NOWHERE)
+                held = made.bytes * price if made.shows == OWN else np.full(len(saved), NOWHERE)
                 saved = saved + (held - gain if is_kept else np.minimum(0.0, held - gain))
             if op.besides is not None and wants:
                 saved = saved + op.besides * price

@@ -12,22 +12,13 @@ from autopar.solver.availability import Availability
 from autopar.solver.budget import Budgeted, Outcome, prices_of
 from autopar.solver.eliminate import Found, minimise
 from autopar.solver.joint import JointPrices, JointTables, without_states
+from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined, lowest_of, seconds_and_bytes
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
 from autopar.solver.searches import Task
-from autopar.solver.standing_bytes import MANY
 
-DEARER = 8.0  # factor by which the price rises while all known plans are over the budget
-_LOWER = 0.95  # next budget of the search for a smaller plan, as a share of the smallest plan's bytes
-_DEAR = (30.0,)  # prices of a byte for small shardings, as multiples of the usual price
-_NEARLY = 0.02  # gap at which the fastest shardings are good enough
-_FEW = 2  # number of smallest shardings that are tried where none fits
-_STEP = 3.0  # largest factor between a price of a byte alone and that of the best bound
-_ROUGHLY = 0.08  # share of the open gap without a budget: a round that can close less is not run
-_CHEAP = 1e-24  # lowest price, in seconds a byte
-_HALVINGS = 48  # times that the range of prices is halved
-_MOST = 8  # most shardings that are handed on
+_LIMITS = LIMITS.joint
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +42,7 @@ class JointSearch:
     def of(task: Task) -> JointSearch | None:
         """A new search of a space; None where the fastest plan has nothing that could be dropped."""
         stopped: list[str] = []
-        free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_ROUGHLY, proves=False)
+        free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_LIMITS.rough, proves=False)
         fastest = polished(task.counted, free, math.inf, task.gap, task.solver, stopped)
         first = Lined.of(task, fastest) if fastest is not None else None
         if first is None or not first.line.names:
@@ -125,9 +116,9 @@ class JointSearch:
             return JointPrices(of_byte, prices.exposed, at_step), most
         best = self.best_prices(budget)
         tried = [(at.of_byte, at.at_step) for at in (*self.bounds, *self.rough)]
-        usual = self.first.states.usual_price(self.tables.time) / DEARER
+        usual = self.first.states.usual_price(self.tables.time) / _LIMITS.dearer
         are_over = held.min(0) > budget
-        dearest = np.max([(0.0, 0.0), *tried], 0) * DEARER
+        dearest = np.max([(0.0, 0.0), *tried], 0) * _LIMITS.dearer
         raised = np.where(dearest > 0, dearest, usual)
         of_byte, at_step = np.where(are_over | ~are_over.any(), raised, (best.of_byte, best.at_step)).tolist()
         return JointPrices(of_byte, best.exposed, at_step), math.inf
@@ -144,9 +135,9 @@ class JointSearch:
         at_step = best.at_step * np.array([plan.held[self.tables.step] - budget for plan in met])
         seconds = at_step + [plan.in_line + shares @ np.array(plan.over) for plan in met]
         price, _ = dearest(seconds, np.array([plan.held[time] for plan in met]) - budget)
-        usual = self.first.states.usual_price(time) / DEARER
-        near = min(max(price, best.of_byte / _STEP), best.of_byte * _STEP) if best.of_byte else min(price, usual)
-        return JointPrices(near, best.exposed, best.at_step)
+        usual = self.first.states.usual_price(time) / _LIMITS.dearer
+        low, high = (best.of_byte / _LIMITS.step, best.of_byte * _LIMITS.step) if best.of_byte else (0.0, usual)
+        return JointPrices(min(max(price, low), high), best.exposed, best.at_step)
 
     def _plans(self) -> list[Point]:
         """The plans met so far: with states, and from the search without a budget."""
@@ -169,7 +160,7 @@ class JointSearch:
     @property
     def is_long(self) -> bool:
         """Whether there are so many places that a search for shardings at many times takes too long."""
-        return len(self.task.space.sites) > MANY
+        return len(self.task.space.sites) > LIMITS.searches.long
 
     @property
     def bare(self) -> Budgeted:
@@ -186,10 +177,10 @@ class JointSearch:
         if self.is_long:
             yield from self._where_bytes_are_dear()
             return
-        gap = max(self.task.gap, _NEARLY)
-        outcome = self.bare.fastest(budget, gap, until=self.task.until, little=_ROUGHLY, proves=False)
+        gap = max(self.task.gap, _LIMITS.bare_gap)
+        outcome = self.bare.fastest(budget, gap, until=self.task.until, little=_LIMITS.rough, proves=False)
         fits = frontier([p for p in outcome.points if p.peak <= budget])
-        for point in fits or sorted(outcome.points, key=lambda p: p.peak)[:_FEW]:
+        for point in fits or sorted(outcome.points, key=lambda p: p.peak)[: _LIMITS.bare_smallest]:
             if math.isfinite(point.seconds):
                 yield self._lined(point)
 
@@ -197,7 +188,7 @@ class JointSearch:
         """Shardings that are best where bytes are dear; each is looked for once."""
         usual = self.first.states.usual_price(self.tables.time)
         exposed = self.free.prices.exposed
-        for k, times in enumerate(_DEAR):
+        for k, times in enumerate(_LIMITS.dear):
             if k == len(self.small):
                 at = JointPrices(usual * times, exposed, usual * times)
                 point = self.task.counted.point(self._least(at, self.first)[1].picked)
@@ -230,7 +221,7 @@ class JointSearch:
             if not self.is_long:
                 lined.polished(0.0)
         lined = min(all_, key=lambda lined: lined.lowest)
-        while not self.is_long and lined.polished(_LOWER * lined.lowest) is not None:
+        while not self.is_long and lined.polished(_LIMITS.lower * lined.lowest) is not None:
             pass
         return lowest_of(lined)
 
@@ -263,8 +254,8 @@ def dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
     """
     if not (over <= 0).any():
         return 0.0, math.inf
-    low, high = _CHEAP, max(_CHEAP, float(seconds.max()))
-    for _ in range(_HALVINGS):
+    low, high = _LIMITS.lowest_price, max(_LIMITS.lowest_price, float(seconds.max()))
+    for _ in range(_LIMITS.halvings):
         price = math.sqrt(low * high)
         if over[int((seconds + price * over).argmin())] > 0:
             low = price
@@ -274,9 +265,9 @@ def dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Plans on the Pareto front of seconds and peak bytes, the fastest first; at most `_MOST`."""
+    """Plans on the Pareto front of seconds and peak bytes, the fastest first; at most `_LIMITS.handed_on`."""
     found: list[Point] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.peak)):
         if math.isfinite(point.seconds) and (not found or point.peak < found[-1].peak):
             found.append(point)
-    return found[:_MOST]
+    return found[: _LIMITS.handed_on]

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.solver.limits import LIMITS
 from autopar.solver.points import Point
 from autopar.solver.policies import IN_ONE_LOOK, Policy, in_segments, named, repeated
 from autopar.solver.refine import refined
 from autopar.solver.searches import Task
 from autopar.solver.states import StateSearch, StepStates
 from autopar.space.timeline import Timeline
-
-_SEGMENTS = (1, 2, 3, 4, 6, 8)  # blocks in one
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +54,7 @@ class Lined:
 
     def look_at_segments(self) -> None:
         """Try states in which only the ends of segments of blocks are saved."""
-        for length in _SEGMENTS:
+        for length in LIMITS.recompute.segments:
             self.states.of(self.line.again(in_segments(self.line, length)))
 
     def frontier(self, time: int) -> list[Point]:

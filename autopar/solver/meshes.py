@@ -15,14 +15,14 @@ from dataclasses import replace
 from autopar.letters import BadConstraint, BadPreset, BadSharding, Infeasible, Letter
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import size
+from autopar.solver.limits import LIMITS
 from autopar.solver.plan import Plan
 from autopar.space.space import Outdone
 
-MOST_AXES = 2
-ALIKE = 0.02  # relative difference of step times that no source of seconds resolves (`sharding/certainty.py`)
+_LIMITS = LIMITS.meshes
 
 
-def meshes(devices: int, axes: int = MOST_AXES) -> list[DeviceMesh]:
+def meshes(devices: int, axes: int = _LIMITS.axes) -> list[DeviceMesh]:
     """All meshes of this number of devices, those of few axes first."""
     if devices < 1:
         raise BadSharding(f"{devices} is not a valid number of devices")
@@ -77,7 +77,7 @@ def _of_fewest_axes(plans: Sequence[Plan]) -> tuple[Plan, list[tuple[str, str]]]
     late on the next.
     """
     fastest = min(plans, key=lambda p: p.step_time_s)
-    alike = [p for p in plans if p.step_time_s <= (1 + ALIKE) * fastest.step_time_s]
+    alike = [p for p in plans if p.step_time_s <= (1 + _LIMITS.alike) * fastest.step_time_s]
     best = min(alike, key=lambda p: (len(p.mesh.shape), p.step_time_s))
     if len(best.mesh.shape) == len(fastest.mesh.shape):
         return fastest, []

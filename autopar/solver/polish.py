@@ -20,22 +20,17 @@ import numpy as np
 
 from autopar.graph.layers import around_number
 from autopar.letters import Infeasible
-from autopar.solver.budget import ROUNDS, Budgeted, Outcome
+from autopar.solver.budget import Budgeted, Outcome
 from autopar.solver.integer import IntegerProgram, backend_of
+from autopar.solver.limits import LIMITS
 from autopar.solver.points import Point
 from autopar.solver.tables import Problem
 from autopar.space.lookup import Tables, Taken
 from autopar.space.space import Edge, Site, Space
 from autopar.space.windows import Window
 
-_GAP = 4e-3  # gap of the integer program
-_NODES = 50  # most nodes of its search tree
-_PIVOTS = 5_000  # most pivots of each of its linear programs
-_CLOSE = 0.01  # relative excess over the bound up to which plans are combined
-_FEW = 4  # least number of plans that are combined
-_STEPS = 3  # steps of the search for a price of memory
-_ENOUGH = 1e-3  # gap that is not worth combining plans where tables are large
-_CLOSED = 1e-9  # gap that is rounding
+_LIMITS = LIMITS.polish
+
 _BIG = 1e9  # seconds that stand for infinity
 
 
@@ -48,7 +43,7 @@ def polished(
         return min((p for p in points if p.peak <= budget), key=lambda p: p.seconds, default=None)
 
     points = list(outcome.points)
-    enough = max(gap, _ENOUGH if counted.rounds == ROUNDS else _CLOSED)
+    enough = max(gap, _LIMITS.enough if counted.rounds == LIMITS.prices.rounds else LIMITS.rounding.closed)
     if (found := best()) is not None and found.seconds - outcome.bound <= enough * found.seconds:
         return found
     if counted.space.windows:
@@ -66,8 +61,8 @@ def _near(outcome: Outcome, budget: float) -> list[Point]:
         of_bytes = sum(price * (p.held[t] - budget) for t, price in prices.of_bytes.items() if price)
         worth[id(p)] = p.in_line + exposed + of_bytes
     ordered = sorted(outcome.points, key=lambda p: worth[id(p)])
-    near = sum(worth[id(p)] <= outcome.bound + _CLOSE * abs(outcome.bound) for p in ordered)
-    return ordered[: max(near, _FEW)]
+    near = sum(worth[id(p)] <= outcome.bound + _LIMITS.close * abs(outcome.bound) for p in ordered)
+    return ordered[: max(near, _LIMITS.few)]
 
 
 # -- layers that do the same
@@ -96,7 +91,7 @@ def alike(
 
     over, under = None, None
     height = 1.0
-    for _ in range(_STEPS if any(p > 0 for p in prices.values()) else 1):
+    for _ in range(_LIMITS.steps if any(p > 0 for p in prices.values()) else 1):
         point = at(height)
         if point is None or any((point.seconds, point.peak) == (p.seconds, p.peak) for p in found[:-1]):
             break
@@ -120,7 +115,7 @@ def with_equal_layers(
     Windows are as they are; the problem has all communication in line.
     """
     folded = _Folded.of(counted, points, problem)
-    program = IntegerProgram(folded.space, backend_of(solver, _GAP, _NODES, _PIVOTS), fold=False)
+    program = IntegerProgram(folded.space, backend_of(solver, _LIMITS.gap, _LIMITS.nodes, _LIMITS.pivots), fold=False)
     program.hide()
     program.pose(program.terms)
     try:

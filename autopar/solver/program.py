@@ -11,6 +11,7 @@ from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.curve import Curve, CurvePoint, between, curve_of
 from autopar.solver.figures import size
 from autopar.solver.integer import backend_of, infeasible
+from autopar.solver.limits import LIMITS
 from autopar.solver.plan import Plan
 from autopar.solver.plan_of_choices import plan_of
 from autopar.solver.points import Points
@@ -22,8 +23,6 @@ from autopar.solver.searches import SEARCHES, Findings, Search, Task, over_budge
 from autopar.solver.standing_bytes import least_standing
 from autopar.solver.ties import settled
 from autopar.space.space import Outdone, Space
-
-_CLOSED = 1e-9  # a gap that is rounding
 
 
 def solve(
@@ -72,7 +71,8 @@ def solve(
     def curve(budgets: int | Sequence[int]) -> Curve:
         return _curve(widest(), solver, gap, recompute, budgets)
 
-    is_open = plan.gap > max(gap, _CLOSED)  # A plan that meets the bound makes stopped searches irrelevant.
+    # A plan that meets the bound makes stopped searches irrelevant.
+    is_open = plan.gap > max(gap, LIMITS.rounding.closed)
     prices = found.outcome.prices if found.outcome else Prices({}, (0.0,) * counted.kinds)
     return replace(
         plan,

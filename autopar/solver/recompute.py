@@ -17,26 +17,16 @@ from dataclasses import dataclass, field, replace
 
 from autopar.solver.budget import Outcome
 from autopar.solver.joint import JointPrices
-from autopar.solver.joint_search import DEARER, JointSearch, frontier
+from autopar.solver.joint_search import JointSearch, frontier
+from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined, lowest_of
 from autopar.solver.points import Point
 from autopar.solver.policies import Policy
 from autopar.solver.polish import with_equal_layers
 from autopar.solver.searches import Findings, SmallestPlan, Task
 
-_ROUNDS = 12  # most rounds of prices
-_AT_FIRST = 2  # rounds of prices before a space is compared with another's plan
-_WORTH = 0.01  # relative gain on that plan that is not worth more rounds
-_MET = 1 + 1e-9  # relative excess over a budget that is rounding
-_FOR_BOUND = 4  # further rounds, for the bound alone, where no plan comes near the other space's
-FAR = 1.25  # Give up early: no search ever fitted when the smallest plan it met first held 25 % more than the budget.
-_LITTLE = 0.05  # share of the open gap: a round that can close less is not run
-_IN_VAIN = 5  # rounds without progress in a row that end the search
-_OPEN = 0.05  # gap, in addition to the free plan's, that is worth a search without recompute
-_SMALL_OPEN = 0.02  # the same in a small space, where that search is cheap
-_KNOWN = 3  # shardings from earlier budgets that are tried first
-_MIXED = 8  # fastest shardings whose choices are mixed
-_AGAIN = 6  # most times that choices are mixed
+_LIMITS = LIMITS.recompute
+
 
 Without = Callable[[], Findings]
 
@@ -89,12 +79,12 @@ class Within:
     @property
     def is_near_rival(self) -> bool:
         """Whether the best plan may become faster than the plan of another space, if there is one."""
-        return self.best is not None and self.best.seconds <= (1 + _OPEN) * self.joint.task.counted.rival
+        return self.best is not None and self.best.seconds <= (1 + _LIMITS.open) * self.joint.task.counted.rival
 
     @property
     def is_wide(self) -> bool:
         """Whether the gap is worth a search without recompute, which is cheap in a small space."""
-        is_open = _OPEN if self.joint.task.counted.is_large else _SMALL_OPEN
+        is_open = _LIMITS.open if self.joint.task.counted.is_large else _LIMITS.small_open
         return self.gap > max(self.joint.task.gap, is_open + self.joint.own_gap)
 
     def run(self) -> None:
@@ -111,7 +101,7 @@ class Within:
         known = [
             (self.joint.promising(self.budget, [lined]), k, lined) for k, lined in enumerate(self.joint.met.values())
         ]
-        for (price, _), _, lined in sorted(known, key=lambda row: (row[0][1], row[1]))[:_KNOWN]:
+        for (price, _), _, lined in sorted(known, key=lambda row: (row[0][1], row[1]))[: _LIMITS.known]:
             self._take(lined, price)
         self.lined = self.lined or self.joint.first
 
@@ -144,7 +134,7 @@ class Within:
                 if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
                     self.best, self.lined = plan, lined
             lowest = min(lowest, lined.lowest)
-        return lowest <= FAR * self.budget
+        return lowest <= _LIMITS.far * self.budget
 
     def _take(self, lined: Lined, price: float = 0.0) -> None:
         """Search for the states of a sharding, unless that was done or cannot help, and keep the best plan."""
@@ -170,7 +160,7 @@ class Within:
             if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
                 self.best, self.lined = plan, lined
 
-    def look_for_prices(self, rounds: int = _ROUNDS) -> None:
+    def look_for_prices(self, rounds: int = _LIMITS.rounds) -> None:
         """Find new shardings at prices of windows and of a byte at the fullest time, and raise the bound."""
         joint = self.joint
         budget = self.budget
@@ -184,10 +174,10 @@ class Within:
             seconds = self.best.seconds if self.best is not None else math.inf
             highest = joint.about(budget)
             ahead, most = joint.ahead(budget)
-            little = _LITTLE * (seconds - highest) if self.best is not None else -math.inf
+            little = _LIMITS.little * (seconds - highest) if self.best is not None else -math.inf
             is_near = self.best is not None and seconds - highest <= joint.task.gap * seconds
             at = self._next_prices(ahead, moves)
-            if is_near or most - highest <= little or at is None or in_vain == _IN_VAIN:
+            if is_near or most - highest <= little or at is None or in_vain == _LIMITS.in_vain:
                 break
             lined = joint.look(at, lined)
             self._take(lined, at.of_byte)
@@ -210,13 +200,13 @@ class Within:
         tables = self.joint.tables
         if not task.space.windows:
             return
-        points = sorted(self._shardings(), key=lambda p: p.seconds)[:_MIXED]
+        points = sorted(self._shardings(), key=lambda p: p.seconds)[: _LIMITS.mixed]
         dearest = 0.0
-        for _ in range(1 if task.counted.is_large else _AGAIN):
+        for _ in range(1 if task.counted.is_large else _LIMITS.mixtures):
             if self.gap <= task.gap:
                 return
             price, _ = joint.promising(self.budget, joint.met.values())
-            price = price or dearest * DEARER or joint.ahead(self.budget)[0].of_byte
+            price = price or dearest * LIMITS.joint.dearer or joint.ahead(self.budget)[0].of_byte
             dearest = max(dearest, price)
             near = joint.best_at(price)
             at = JointPrices(price, None, joint.best_prices(self.budget).at_step)
@@ -259,11 +249,11 @@ def _auto(task: Task, without: Without) -> Findings:
     within = Within(joint, task.budget)
     within.look_at_known()
     if math.isfinite(task.counted.rival):
-        within.look_for_prices(_AT_FIRST)
-        if joint.bound(task.budget) >= (1 - _WORTH) * task.counted.rival:
+        within.look_for_prices(_LIMITS.rounds_at_first)
+        if joint.bound(task.budget) >= (1 - _LIMITS.worth) * task.counted.rival:
             return Findings(within.best, joint.bound(task.budget), joint.free)
     needs = joint.tables.least_bytes() if within.best is None and not joint.is_long else 0.0
-    if needs > task.budget * _MET:
+    if needs > task.budget * (1 + LIMITS.rounding.over):
         return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.lowest(), needs=needs)
     if not within.is_near_rival and not within.comes_near() and within.best is None:
         # The smallest plan may fit even where no fast sharding comes near the budget.
@@ -272,7 +262,7 @@ def _auto(task: Task, without: Without) -> Findings:
             return Findings(None, joint.bound(task.budget), joint.free, lowest=smallest, needs=needs)
         within.best = smallest
     if not within.is_near_rival and math.isfinite(task.counted.rival):
-        within.look_for_prices(_FOR_BOUND)
+        within.look_for_prices(_LIMITS.rounds_for_bound)
         return Findings(within.best, joint.bound(task.budget), joint.free)
     within.run()
     found = _and_without(within, without)

@@ -18,23 +18,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from autopar.solver.groups import in_groups
+from autopar.solver.limits import LIMITS
 from autopar.solver.state_program import by_program
 from autopar.solver.states import Again, StateSearch, StepStates
 
-_STEP = 2.0  # factor between prices
-_BEYOND = 2  # prices beyond the first that leads under the budget
-_APART = 2  # prices between the first base of mixtures and the last price over the budget
-_MIXED = 6  # mixtures that are tried
-_SLOTS = 8192  # slots of their knapsack
-_TRIED = 256  # longest repeated runs that are tried to be left out
-_EXCHANGED = 16  # most exchanges of two runs
-_PAIRED = 32  # pairs that are tried for each exchange
-_LOWERED = 24  # most steps to a lower peak
-_NEXT = 16  # runs that are tried for each step
-_WORK = 1 << 16  # limit on work, in runs of the timeline, for exchanges and for steps to a lower peak
-_MUCH = 0.4  # repeated share of the seconds of forward, above which repeating runs twice is tried
-_FEW = 600  # most runs that could be repeated for which integer programs are tried
-_ROUNDING = 1e-12
+_LIMITS = LIMITS.refine
 
 
 def refined(search: StateSearch, budget: float) -> StepStates | None:
@@ -49,15 +37,15 @@ def refined(search: StateSearch, budget: float) -> StepStates | None:
     over = sum(states.peak > budget for states in steps)
     time = int(steps[over - 1].held.argmax())
     begins = _begins(search, steps[over - 1].again)
-    for first in sorted({0, max(0, over - 1 - _APART)}):
+    for first in sorted({0, max(0, over - 1 - _LIMITS.apart)}):
         parts = list[Again]()
         for low, high in itertools.pairwise(steps[first:]):
             parts += _parts(search, high.again - low.again)
         search.know(_with_parts(search, steps[first], parts, begins, time, budget))
     found = search.fastest(budget) or best
-    if found.seconds > _MUCH * sum(run.seconds for run in search.line.runs):
+    if found.seconds > _LIMITS.much * sum(run.seconds for run in search.line.runs):
         in_groups(search, budget)
-        if len(search.line.names) <= _FEW:
+        if len(search.line.names) <= _LIMITS.few:
             by_program(search, budget)
         found = search.fastest(budget) or found
     return _filled(search, found, budget)
@@ -69,8 +57,8 @@ def refined(search: StateSearch, budget: float) -> StepStates | None:
 def _steps(search: StateSearch, budget: float) -> list[StepStates]:
     """States at ascending prices, from no recompute to a few steps beyond the first that fit the budget."""
     price = min((p for p, states in search.priced.items() if states.peak <= budget), default=max(search.priced))
-    for _ in range(_BEYOND):
-        price *= _STEP
+    for _ in range(_LIMITS.beyond):
+        price *= _LIMITS.step
         search.at_price(price)
     return list(dict.fromkeys(search.priced[p] for p in sorted(search.priced) if p <= price))
 
@@ -111,7 +99,7 @@ def _with_parts(
     needed = base.peak - budget
     seconds = np.array([sum(search.line.costs[i] for i in part) for part in parts])
     lowered = np.array([_dropped(search, part, begins, time) for part in parts])
-    for _ in range(_MIXED):
+    for _ in range(_LIMITS.mixed):
         chosen = lightest(seconds, lowered, needed)
         if chosen is None:
             most = needed
@@ -154,17 +142,17 @@ def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int]
     """
     if needed <= 0:
         return []
-    slots = np.minimum((amounts * (_SLOTS / needed)).astype(int), _SLOTS)
-    least = np.full(_SLOTS + 1, math.inf)  # needed slots -> the least cost
+    slots = np.minimum((amounts * (_LIMITS.slots / needed)).astype(int), _LIMITS.slots)
+    least = np.full(_LIMITS.slots + 1, math.inf)  # needed slots -> the least cost
     least[0] = 0.0
     takes = list[np.ndarray]()
     for cost, n in zip(costs, slots, strict=True):
-        without = np.concatenate([np.zeros(n), least[: _SLOTS + 1 - n]])
+        without = np.concatenate([np.zeros(n), least[: _LIMITS.slots + 1 - n]])
         takes.append(cost + without < least)
         least = np.minimum(least, cost + without)
-    if not math.isfinite(least[_SLOTS]):
+    if not math.isfinite(least[_LIMITS.slots]):
         return None
-    left = _SLOTS
+    left = _LIMITS.slots
     chosen = list[int]()
     for k in reversed(range(len(takes))):
         if takes[k][left]:
@@ -179,10 +167,10 @@ def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int]
 def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
     """The states after leaving out runs that need not be repeated, and exchanging runs for faster ones."""
     runs = search.line.runs
-    for i in sorted(best.again, key=lambda i: -runs[i].seconds)[:_TRIED]:
+    for i in sorted(best.again, key=lambda i: -runs[i].seconds)[: _LIMITS.left_out]:
         if i in best.again and runs[i].seconds > 0:
             best = _faster(search, best, best.again - {i}, budget)
-    for _ in range(min(_EXCHANGED, max(1, _WORK // (_PAIRED * len(runs))))):
+    for _ in range(min(_LIMITS.exchanges, max(1, _LIMITS.work // (_LIMITS.pairs * len(runs))))):
         before = best
         for out, into in _exchanges(search, best, budget):
             best = _faster(search, best, best.again - {out} | {into}, budget)
@@ -214,8 +202,10 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
             kinds[i in best.again, run.seconds, dropped] = i
     outs = [(seconds, dropped, i) for (is_again, seconds, dropped), i in kinds.items() if is_again]
     intos = [(seconds, dropped, i) for (is_again, seconds, dropped), i in kinds.items() if not is_again]
-    pairs = [(s - t, i, j) for s, n, i in outs for t, m, j in intos if t < s * (1 - _ROUNDING) and n - m <= slack]
-    return [(i, j) for _, i, j in sorted(pairs, reverse=True)[:_PAIRED]]
+    pairs = [
+        (s - t, i, j) for s, n, i in outs for t, m, j in intos if t < s * (1 - LIMITS.rounding.same) and n - m <= slack
+    ]
+    return [(i, j) for _, i, j in sorted(pairs, reverse=True)[: _LIMITS.pairs]]
 
 
 # -- lowered
@@ -224,7 +214,7 @@ def _exchanges(search: StateSearch, best: StepStates, budget: float) -> list[tup
 def _lowered(search: StateSearch, budget: float) -> StepStates | None:
     """States within a budget, reached from the lowest known peak by one run at a time; or None."""
     best = min(search.known.values(), key=lambda states: (states.peak, states.seconds))
-    for _ in range(min(_LOWERED, _WORK // (_NEXT * len(search.line.runs)))):
+    for _ in range(min(_LIMITS.lowered, _LIMITS.work // (_LIMITS.next * len(search.line.runs)))):
         found = min(
             (search.of(again) for again in _next(search, best)), key=lambda s: (s.peak, s.seconds), default=best
         )
@@ -242,5 +232,5 @@ def _next(search: StateSearch, states: StepStates) -> Iterable[Again]:
     time = int(states.held.argmax())
     size = [sum(float(line.bytes[v]) for v in run.makes if not line.fixed[v]) for run in line.runs]
     alive = [i for i, run in enumerate(line.runs) if size[i] and run.time <= time]
-    for i in sorted(alive, key=lambda i: -size[i])[:_NEXT]:
+    for i in sorted(alive, key=lambda i: -size[i])[: _LIMITS.next]:
         yield states.again - {i} if i in states.again else states.again | {i}

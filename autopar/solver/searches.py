@@ -27,20 +27,15 @@ from autopar.solver.budget import Budgeted, Outcome
 from autopar.solver.eliminate import minimise, regions_of
 from autopar.solver.figures import budget_for, size
 from autopar.solver.integer import optimise, smallest
+from autopar.solver.limits import LIMITS
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
-from autopar.solver.standing_bytes import MANY, least_standing, standing
+from autopar.solver.standing_bytes import least_standing, standing
 from autopar.solver.tables import Factor, Problem
 from autopar.solver.ties import settled
 from autopar.space.space import Space
 
-_CLOSED = 1e-9  # gap that is rounding
-_NEARLY = 1e-3  # gap that is not worth a larger integer program
-_WIDE = 0.01  # gap above which more agreements of split variables are tried
-_FAR = 0.05  # gap above which plans of smaller budgets are tried
-_LESS = (0.94, 0.88, 0.8)  # budgets of these plans, as shares of the given one
-_SMALL = 20_000  # most flow pairs of an integer program
-_SMALL_WITH_ROWS = 4_000  # most flow pairs where memory rows make the program hard
+_LIMITS = LIMITS.searches
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +67,7 @@ class Task:
         if with_rows is None:
             with_rows = bool(self.counted.rows or self.space.windows)
         pairs = sum(e.seconds.size for e in self.space.edges)
-        return pairs <= (_SMALL_WITH_ROWS if with_rows else _SMALL)
+        return pairs <= (_LIMITS.pairs_with_rows if with_rows else _LIMITS.pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +125,7 @@ class FewerConversions:
     """Plans with fewer conversions at the prices of the bound, where these leave something open."""
 
     def accepts(self, task: Task, found: Findings) -> bool:
-        return found.outcome is not None and task.has_time and found.is_open(max(task.gap, _NEARLY))
+        return found.outcome is not None and task.has_time and found.is_open(max(task.gap, _LIMITS.nearly))
 
     def look(self, task: Task, found: Findings) -> Findings:
         assert found.outcome is not None
@@ -143,7 +138,7 @@ class Agreements:
     """A better plan at the prices of the bound: variables that were split there are made one in more ways."""
 
     def accepts(self, task: Task, found: Findings) -> bool:
-        return found.outcome is not None and task.has_time and found.is_open(max(task.gap, _WIDE))
+        return found.outcome is not None and task.has_time and found.is_open(max(task.gap, _LIMITS.wide))
 
     def look(self, task: Task, found: Findings) -> Findings:
         assert found.outcome is not None
@@ -191,12 +186,12 @@ class SmallerBudgets:
     def _budgets(self, task: Task, found: Findings) -> list[float]:
         """The smaller budgets that are worth a search."""
         assert found.outcome is not None
-        is_far = found.best is not None and found.is_open(_FAR)
+        is_far = found.best is not None and found.is_open(_LIMITS.far)
         least = math.inf if found.best is None else found.best.seconds
         over = [p for p in found.outcome.points if p.peak > task.budget and p.seconds < least]
         uncounted = (p.peak - tables for p in over if (tables := task.counted.points.by_tables(p).peak) <= task.budget)
         room = max(uncounted, default=0.0)
-        return [*([task.budget - room] if room else []), *(task.budget * share for share in _LESS if is_far)]
+        return [*([task.budget - room] if room else []), *(task.budget * share for share in _LIMITS.less if is_far)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +203,7 @@ class WholeProgram:
     def accepts(self, task: Task, found: Findings) -> bool:
         if self.always:
             return True
-        gap = max(task.gap, _CLOSED if task.is_small(with_rows=True) else _NEARLY)
+        gap = max(task.gap, LIMITS.rounding.closed if task.is_small(with_rows=True) else _LIMITS.nearly)
         has_time = found.best is None or task.has_time
         return task.is_small() and has_time and found.is_open(gap)
 
@@ -279,7 +274,7 @@ def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> 
     space = task.space
     memory = task.space.memory
     assert memory is not None
-    best, bound = (lowest, needs) if lowest is not None and len(space.sites) > MANY else task.counted.smallest()
+    best, bound = (lowest, needs) if lowest is not None and len(space.sites) > _LIMITS.long else task.counted.smallest()
     if lowest is None and task.is_small() and best.peak > bound:
         answer = smallest(task.space, task.backend, best.peak)
         if answer.picked is not None:

@@ -10,10 +10,9 @@ import numpy as np
 
 from autopar.letters import Infeasible
 from autopar.solver.figures import size
+from autopar.solver.limits import LIMITS
 from autopar.space.memory import Piece
 from autopar.space.space import Space
-
-MANY = 1000  # sites, from which on a search takes longer than a person waits for a letter
 
 
 def refuse_below(space: Space, budget: float) -> None:
@@ -21,7 +20,7 @@ def refuse_below(space: Space, budget: float) -> None:
 
     Only for large spaces: in others the smallest plan is soon found, which says more.
     """
-    if space.memory is None or not math.isfinite(budget) or len(space.sites) <= MANY:
+    if space.memory is None or not math.isfinite(budget) or len(space.sites) <= LIMITS.searches.long:
         return
     kinds = standing(space)
     least = sum(kinds.values())

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import pulp
 
+from autopar.solver.limits import LIMITS
 from autopar.solver.states import StateSearch, StepStates
 
-_TRIED = 5  # most programs, each with less room than the last
-_NODES = 4_000  # most nodes of the search tree; a limit in seconds would not be reproducible
-_GAP = 1e-4  # gap at which a program ends
-_HALF = 0.5  # value of a variable above which it counts as 1
+_LIMITS = LIMITS.states.program
 
 
 def by_program(search: StateSearch, budget: float) -> StepStates | None:
@@ -29,7 +27,7 @@ def by_program(search: StateSearch, budget: float) -> StepStates | None:
         return search.none
     program = _Program(search)
     room = budget
-    for _ in range(_TRIED):
+    for _ in range(_LIMITS.programs):
         states = program.solved(room)
         if states is None or states.peak <= budget:
             break
@@ -57,11 +55,12 @@ class _Program:
         """The states of the fewest seconds in `room` bytes; None where the backend found no solution."""
         for row, there in self.rows:
             row.changeRHS(room - there)
-        backend = pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=_GAP, options=[f"maxNodes {_NODES}"])
+        backend = pulp.PULP_CBC_CMD(msg=False, threads=1, gapRel=_LIMITS.gap, options=[f"maxNodes {_LIMITS.nodes}"])
         self.program.solve(backend)
         if self.program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return None
-        return self.search.of(frozenset(u for u, variable in self.runs.items() if (variable.value() or 0.0) > _HALF))
+        half = _LIMITS.half
+        return self.search.of(frozenset(u for u, variable in self.runs.items() if (variable.value() or 0.0) > half))
 
     def _add_availability(self) -> None:
         line = self.search.line

@@ -23,15 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.flow import Network
+from autopar.solver.limits import LIMITS
 from autopar.space.timeline import Passing, Timeline
 
+_LIMITS = LIMITS.states
+
 Again = frozenset[int]
-_STEP = 2.0  # factor by which a price is raised
-_RAISED = 12  # most times that it is raised
-_BETWEEN = 8  # most prices that are tried between two
-_ROUNDING = 1e-12  # relative difference of costs that is rounding
-_IN_VAIN = 2  # steps in a row that raised the peak, after which the price is not raised further
-_PAIRS = 2  # pairs of states that are spliced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +83,7 @@ class StateSearch:
         neighbours = self._price(budget, price)
         if neighbours is not None:
             self.know(self._spliced(*neighbours, budget))
-        self.know(self._splices(budget, _PAIRS))
+        self.know(self._splices(budget, _LIMITS.pairs))
         return self.fastest(budget)
 
     def know(self, found: Iterable[StepStates]) -> None:
@@ -123,12 +120,12 @@ class StateSearch:
         backward would begin with the whole forward: the peak rises again, so that the price is raised step by step, and
         no more once it has risen.
         """
-        price = price or self.usual_price(self.fullest) / _STEP**2
+        price = price or self.usual_price(self.fullest) / _LIMITS.step**2
         low = 0.0
         high = math.inf
         lowest = math.inf
         in_vain = 0
-        for _ in range(_RAISED):
+        for _ in range(_LIMITS.raised):
             peak = self.at_price(price).peak
             if peak <= budget:
                 high = price
@@ -136,9 +133,9 @@ class StateSearch:
                 low = price
             in_vain = in_vain + 1 if peak > lowest else 0
             lowest = min(lowest, peak)
-            if low and (math.isfinite(high) or in_vain == _IN_VAIN):
+            if low and (math.isfinite(high) or in_vain == _LIMITS.in_vain):
                 break
-            price = price * _STEP if low else price / _STEP
+            price = price * _LIMITS.step if low else price / _LIMITS.step
         if not low or math.isinf(high):
             return None
         return self._neighbours(self.at_price(high), self.at_price(low), budget)
@@ -150,7 +147,7 @@ class StateSearch:
         neighbours.
         """
         time = self.fullest
-        for _ in range(_BETWEEN):
+        for _ in range(_LIMITS.between):
             dropped = float(over.held[time] - under.held[time])
             if dropped <= 0:
                 break
@@ -158,7 +155,7 @@ class StateSearch:
             found = self.at_price(price)
             cost = found.seconds + price * found.held[time]
             known = over.seconds + price * over.held[time]
-            if found in (over, under) or cost >= known * (1 - _ROUNDING):
+            if found in (over, under) or cost >= known * (1 - LIMITS.rounding.same):
                 break
             if found.peak <= budget:
                 under = found

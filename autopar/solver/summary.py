@@ -17,20 +17,18 @@ from autopar.sharding.certainty import FROM
 from autopar.sharding.placement import Placement
 from autopar.solver.decision import Decision, Regathered
 from autopar.solver.figures import size, time
+from autopar.solver.limits import LIMITS
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan
+
+_LIMITS = LIMITS.words
 
 LINES = 15
 WIDTH = 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # names of products, where no op surely uses a weight
-_MOST = 0.9  # share of the seconds of products that counts as all of them
-_SOME = 0.1
-_LARGE = 0.02  # share of the peak under which kinds of memory are summed up as "others"
-_NAMES = 6  # most modules or values that are named
-_DEAREST = 5
 
 
 def summary_of(plan: Plan) -> str:
@@ -77,7 +75,7 @@ def _takes(plan: Plan) -> Iterator[_Line]:
     said = ", ".join(f"{time(s)} {what}" for what, s in parts_of_step(plan).items() if s >= 0.0005 * plan.step_time_s)
     yield "step", f"{time(plan.step_time_s)}: {said}{_expected(plan)}", 3
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
-    large = [(kind, n) for kind, n in kinds if n >= _LARGE * plan.peak_bytes]
+    large = [(kind, n) for kind, n in kinds if n >= _LIMITS.large * plan.peak_bytes]
     rest = sum(plan.memory.values()) - sum(n for _, n in large)
     held = ", ".join(f"{kind} {size(n)}" for kind, n in [*large, ("others", rest)] if n)
     of_budget = f" of {size(plan.budget)}" if math.isfinite(plan.budget) else ""
@@ -121,7 +119,7 @@ def _expected(plan: Plan) -> str:
         return ""
     low, high = plan.step_interval_s
     rates = ", whose rates no step reaches" if plan.step_time_s < low else ""
-    return f"; expect {time(low)} to {time(high)} in nine of ten, {sources_of(plan, _SOME)}{rates}"
+    return f"; expect {time(low)} to {time(high)} in nine of ten, {sources_of(plan, _LIMITS.some)}{rates}"
 
 
 def _warnings(plan: Plan) -> Iterator[_Line]:
@@ -176,7 +174,7 @@ def _dearest(plan: Plan) -> str:
         seconds[ITSELF if d.kind == "output" else _short(name)] += d.seconds
     for c in plan.conversions:
         seconds[f"{_short(c.source)} -> {_short(c.target)}"] += c.seconds
-    dearest = sorted(seconds.items(), key=lambda pair: -pair[1])[:_DEAREST]
+    dearest = sorted(seconds.items(), key=lambda pair: -pair[1])[: _LIMITS.dearest]
     return ", ".join(f"{name} {s / plan.step_time_s:.0%}" for name, s in dearest if s) if plan.step_time_s else ""
 
 
@@ -293,7 +291,7 @@ def cut_of(d: Decision, axis: int) -> str:
 
 def _tenths(share: float) -> int:
     """A share in tenths: 10 from nine tenths on, 0 below one."""
-    return 10 if share >= _MOST else 0 if share < _SOME else round(10 * share)
+    return 10 if share >= _LIMITS.all else 0 if share < _LIMITS.some else round(10 * share)
 
 
 def _share(tenths: int) -> str:
@@ -318,5 +316,5 @@ def _named(counted: Counter[str]) -> str:
 
 def _cut_off(names: Iterable[str]) -> list[str]:
     names = list(names)
-    more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
-    return [*names[:_NAMES], *more]
+    more = [f"{len(names) - _LIMITS.names} more"] if len(names) > _LIMITS.names else []
+    return [*names[: _LIMITS.names], *more]

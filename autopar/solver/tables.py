@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from autopar.once import Once
+from autopar.solver.limits import LIMITS
 
-CHEAP = 1 << 16  # tables up to this size are all as good: what has been through least goes first
-_RIVALS = 12  # kinds that the others are compared with
-_NOWHERE = 1e36  # cost that stands for infinity in these comparisons
-_LARGE = 1 << 22  # sums, above which those that cannot be least are ruled out first
-_ROOM = 1 << 24  # most sums for which that fits in memory
+_LIMITS = LIMITS.elimination
+
+NOWHERE = 1e36  # cost that stands for infinity where infinite ones would subtract to nan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,13 +152,13 @@ def minimum_over(
     order = sorted(range(len(terms)), key=lambda i: math.prod(terms[i].shape[1:]))
     count = kinds.shape[1]
     size = math.prod(shape)
-    if count * size > _LARGE and (sides := _sides(least, terms, kinds, shape)) is not None:
+    if count * size > _LIMITS.large and (sides := _sides(least, terms, kinds, shape)) is not None:
         axis, rows, others = sides
         by_rows = _least_sums(rows, others).reshape(shape[axis], *shape[:axis], *shape[axis + 1 :])
         return at.joint, np.ascontiguousarray(np.moveaxis(by_rows, 0, axis))
     result = np.full(shape, math.inf, cost.dtype)
     whole: np.ndarray = np.empty(shape, cost.dtype)
-    for k in _undominated(least, terms, kinds) if count * size > CHEAP else range(count):
+    for k in _undominated(least, terms, kinds) if count * size > _LIMITS.cheap else range(count):
         total: Any = least[k]
         for i in order[:-1]:
             total = total + terms[i][kinds[i, k]]
@@ -212,10 +211,10 @@ def _spread(
 def _undominated(least: np.ndarray, terms: Sequence[np.ndarray], kinds: np.ndarray) -> list[int]:
     """The kinds of a variable that none of the cheapest ones dominates, whatever its neighbours choose."""
     # Large finite numbers replace infinite ones, which would subtract to nan.
-    rows = [np.minimum(term.reshape(term.shape[0], -1), _NOWHERE) for term in terms]
+    rows = [np.minimum(term.reshape(term.shape[0], -1), NOWHERE) for term in terms]
     rough = least + sum(r.mean(axis=1)[own] for r, own in zip(rows, kinds, strict=True))
     left: np.ndarray = np.isfinite(least)
-    for rival in np.argsort(rough, kind="stable")[:_RIVALS]:
+    for rival in np.argsort(rough, kind="stable")[: _LIMITS.rivals]:
         if not left[rival]:
             continue
         worst = least[rival] - least  # most by which the rival can exceed each kind
@@ -240,7 +239,7 @@ def _sides(
         over = [term.shape[axis + 1] > 1 for term in terms]
         alone = [term.size == term.shape[0] * term.shape[axis + 1] for term in terms]
         size = math.prod(shape) // shape[axis]
-        if any(o and not a for o, a in zip(over, alone, strict=True)) or count * size > _ROOM:
+        if any(o and not a for o, a in zip(over, alone, strict=True)) or count * size > _LIMITS.room:
             continue
         rows = np.zeros((count, shape[axis]), least.dtype)
         others = np.zeros((count, *shape[:axis], *shape[axis + 1 :]), least.dtype)
@@ -258,10 +257,10 @@ def _least_sums(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
 
     Most k cannot be least anywhere in a row i: a rival is cheaper there whatever j is. They are left out.
     """
-    a, b = np.minimum(rows, _NOWHERE), np.minimum(others, _NOWHERE)
+    a, b = np.minimum(rows, NOWHERE), np.minimum(others, NOWHERE)
     mean = b.mean(axis=1)
     nearest, count = np.unique((a + mean[:, None]).argmin(axis=0), return_counts=True)
-    rivals = nearest[np.argsort(-count, kind="stable")[:_RIVALS]]
+    rivals = nearest[np.argsort(-count, kind="stable")[: _LIMITS.rivals]]
     able: np.ndarray = np.ones(a.shape, bool)
     for rival in rivals:
         more = (b - b[rival]).min(axis=1)  # least by which each kind exceeds the rival

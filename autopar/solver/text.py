@@ -20,11 +20,14 @@ from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice
 from autopar.solver.decision import Conversion, Recomputed
 from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
+from autopar.solver.limits import LIMITS
 from autopar.solver.summary import ITSELF, parts_of_step, sources_of, verdict
 
 if TYPE_CHECKING:
     from autopar.solver.curve import Curve, CurvePoint
     from autopar.solver.plan import Plan
+
+_LIMITS = LIMITS.words
 
 SAME = "the plans are the same"
 # Fields that hold for a whole plan, not for one place: a difference lists those that differ.
@@ -41,8 +44,6 @@ _SETTINGS = (
     "window_bytes",
     "budget",
 )
-_AS_FAST = 1e-9  # seconds by which a rival is no slower
-_OPEN = 1e-3  # a gap from which on better plans may be unknown
 _GLOSSARY = [
     "R          whole on every device of the axis",
     "S(d)       dim d cut over the axis; blocks=(n, m): each block of it by itself",
@@ -349,12 +350,12 @@ def _rival_lines(plan: Plan, name: str) -> list[str]:
     """Lines about the best other choices of a site, and why they lost."""
     assert plan.search is not None
     free = ", were there no budget" if plan.recomputed else ""  # states of values have no price here
-    best = "the best plan with it" + (" that was found" if plan.gap > _OPEN else "")
+    best = "the best plan with it" + (" that was found" if plan.gap > _LIMITS.open else "")
     under = " at the prices of the budget" if plan.search.is_priced else free
     lines = []
     for choice, more, own in plan.search.rivals(name):
         slower = f"{best} takes {time(abs(more))} {'more' if more > 0 else 'less'}{under}"
-        why = "as fast" if abs(more) < _AS_FAST else slower
+        why = "as fast" if abs(more) < _LIMITS.as_fast else slower
         parts = f"the op itself {signed(own)}, the rest {signed(more - own)}"
         lines.append(f"    rival {_choice(choice, plan.mesh)}: {why}; {parts}")
     return lines or ["    no rival: nothing else goes with its neighbours"]

@@ -17,15 +17,13 @@ import numpy as np
 
 from autopar.once import Once
 from autopar.solver.budget import Budgeted
+from autopar.solver.limits import LIMITS
 from autopar.solver.points import Point
 from autopar.solver.polish import numbered
 from autopar.space.memory import Piece
 from autopar.space.space import Space
 
-_SAME = 1e-12  # relative difference of step times that counts as none
-_LESS = 1e-9  # communication that counts as none, as a share of the step time
-_MOST = 8  # most changes of one kind of site
-_TRIES = 3  # attempts, each with more room for bytes that changes do not count
+_LIMITS = LIMITS.ties
 
 
 def settled(counted: Budgeted, best: Point, budget: float) -> Point:
@@ -34,10 +32,10 @@ def settled(counted: Budgeted, best: Point, budget: float) -> Point:
         return best
     most = max(budget, best.peak)
     room = 0.0
-    for _ in range(_TRIES):
+    for _ in range(_LIMITS.tries):
         point = counted.point(_Changes(counted.space, best, budget - room).run())
         if point.peak <= most:
-            return point if point.seconds <= best.seconds * (1 + _SAME) else best
+            return point if point.seconds <= best.seconds * (1 + LIMITS.rounding.same) else best
         room += point.peak - most  # Some bytes are in no table, so changes do not see them.
     return best
 
@@ -56,7 +54,7 @@ class _Changes:
         self.picked = list(best.picked)
         self.step = best.seconds
         self.held = best.held.copy()
-        self.room = best.seconds * _SAME  # seconds that all changes together may add
+        self.room = best.seconds * LIMITS.rounding.same  # seconds that all changes together may add
         self.pairs = np.array([w.seconds(best.picked, space.edges) for w in space.windows]).reshape(-1, 2)
         kinds: dict[int, list[int]] = {}
         for i, kind in enumerate(numbered(space)):
@@ -86,7 +84,7 @@ class _Changes:
         while waiting:
             k = next(iter(waiting))
             del waiting[k]
-            if made[k] < _MOST and self._change(self.kinds[k]):
+            if made[k] < _LIMITS.changes and self._change(self.kinds[k]):
                 made[k] += 1
                 near = {
                     i
@@ -105,7 +103,7 @@ class _Changes:
         peak = float(self.held.max())
         able = [
             int(c)
-            for c in np.flatnonzero((more <= self.room) & ((more < -_SAME * self.step) | (moved <= _LESS * self.step)))
+            for c in np.flatnonzero((more <= self.room) & ((more < -self._same) | (moved <= _LIMITS.none * self.step)))
             if before != {c}
         ]
         found = [
@@ -121,15 +119,20 @@ class _Changes:
             self.pairs[w] += change[:, c]
         for i in alike:
             self.picked[i] = c
-        self.room = _SAME * self.step if more[c] < -_SAME * self.step else self.room - float(more[c])
+        self.room = self._same if more[c] < -self._same else self.room - float(more[c])
         self.step = self.step + float(more[c])
         return True
+
+    @property
+    def _same(self) -> float:
+        """Seconds by which two steps may differ and count as equal."""
+        return LIMITS.rounding.same * self.step
 
     def _order(self, more: float, moved: float, peak: float, kinds: int) -> tuple[float, ...]:
         """The key by which changed plans are compared; differences within rounding are equal."""
         return (
-            round(more / (_SAME * self.step)) if more < -_SAME * self.step else 0.0,
-            round(moved / (_LESS * self.step)),
+            round(more / self._same) if more < -self._same else 0.0,
+            round(moved / (_LIMITS.none * self.step)),
             round(peak),
             kinds,
         )

@@ -25,10 +25,9 @@ from autopar.graph.graph import TensorType
 from autopar.graph.nodes import WrittenCall
 from autopar.sharding.placement import Flow, P, Placement, R
 from autopar.sharding.strategies import Strategy
+from autopar.space.limits import LIMITS
 from autopar.space.small_calls import DRAWS, Draw, drawn, filled, shrunk, small_sizes
 from autopar.space.trial import DEVICES, CannotRun, Devices, Placements, Run, Trial, lies, placements_of, tupled
-
-MOST = 400  # At most this many assignments of placements are tried for an op of a graph.
 
 
 def universe(trial: Trial, devices: Sequence[int] = DEVICES) -> set[Strategy]:
@@ -109,7 +108,11 @@ def suspected(op: Any, arguments: dict[str, Any], operands: Sequence[TensorType]
 @functools.lru_cache(maxsize=256)
 def _suspected(call: WrittenCall) -> str:
     assignments = math.prod(len(t.shape) + 2 for t in call.types)
-    if assignments > MOST or any("complex" in t.dtype for t in call.types) or _says_places(call.arguments):
+    if (
+        assignments > LIMITS.assignments
+        or any("complex" in t.dtype for t in call.types)
+        or _says_places(call.arguments)
+    ):
         return ""
     found = [strategies for draw in DRAWS if (strategies := _drawn(call, draw)) is not None]
     return _line(set.intersection(*found), call) if found else ""

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.runtime.private import TorchDispatchMode, function_of
 from autopar.sharding.placement import R
+from autopar.space.limits import LIMITS
 from autopar.space.trial import TOLERANCE, difference, tupled
 
-_COARSE = 0.25  # tolerance of floats with a mantissa of two or three bits
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
 
@@ -58,7 +58,7 @@ def looked_inside(run: Callable[[], Any], is_python: bool) -> tuple[float, str]:
             again.append([t.detach() for t in tupled(run())])
         dtypes_inside |= inside.dtypes
     dtypes = dtypes_inside.union(r.dtype for r in results)
-    tolerance = max((TOLERANCE.get(dtype, _COARSE) for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    tolerance = max((TOLERANCE.get(dtype, LIMITS.coarse) for dtype in dtypes if dtype.is_floating_point), default=0.0)
     if not is_python:  # dtypes inside compiled code are unknown
         tolerance = max(tolerance, TOLERANCE[torch.float32])
     for one, other in itertools.chain(zip(results, again[0], strict=True), zip(*again, strict=True)):

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.space.limits import LIMITS
+
 if TYPE_CHECKING:
     from autopar.space.space import Space
 
 SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: statistics, counts
-# A share of the peak. Larger values may be recomputed even below SMALL: in a small model all values are that small.
-_TINY = 2**-10
 RESIDENT = -1  # instead of a value's number: parameters, buffers and inputs, which always exist
 OWN = -1  # instead of an edge's number: memory of its own
 
@@ -147,7 +147,7 @@ class Timeline:
         self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
         # The seconds of these conversions are counted once, by the sharding.
         self.once = frozenset(i for i in self.forced if not self.runs[i].is_op)
-        small = min(SMALL, _TINY * float(self.held.max(initial=0.0)))
+        small = min(SMALL, LIMITS.small * float(self.held.max(initial=0.0)))
         # Values that leave the graph, and small ones, are dropped only where their run is forced.
         self.fixed = self.leaves | (self.bytes <= small)
         self.fixed[list(self.saved_always)] = True

@@ -35,6 +35,7 @@ from autopar.sharding.notation import NAMES, Binding, Cut, Rule, parse, public_n
 from autopar.sharding.placement import every_part_holds_something
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
 from autopar.space.inside import looked_inside
+from autopar.space.limits import LIMITS
 from autopar.space.small_calls import DRAWS, Draw, drawn, filled, resized, shrunk, small_sizes
 from autopar.space.trial import DEVICES, CannotRun, Devices, Fault, Part, Trial, tupled
 
@@ -44,11 +45,8 @@ _DRAWS = (
     Draw(floats=(0.0, 1.0, -1.0, math.inf, -math.inf, math.nan), whole=(0, 0, 0, 1)),
     Draw(scale=1.0, one=math.nan),
 )
-_MOST_ELEMENTS = 1 << 17  # elements of the largest call that is tried
-_MANY = 1 << 14  # A call of more elements is tried in two draws only, to save time.
 _ONE_AT_A_TIME = threading.RLock()
 _NO_RULE = parse(" -> ")
-_LARGE_OR_TINY = 1e-3  # relative tolerance for numbers of the size of 1e4 and 1e-3, which functions amplify
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ def takes_sums(call: WrittenCall, strategy: Strategy) -> bool:
         small = shrunk(call, sizes)
         for keeps_dtype in (False, True):
             made = _Small(small, (), _NO_RULE, keeps_dtype)
-            if made.elements <= _MOST_ELEMENTS and (ran := _ran(made, strategy)) is not None:
+            if made.elements <= LIMITS.elements and (ran := _ran(made, strategy)) is not None:
                 return ran
     return False
 
@@ -135,7 +133,7 @@ def _ran(small: _Small, strategy: Strategy) -> bool | None:
         for draw in (_DRAWS[0], _DRAWS[2]):
             operands = drawn(small.call, draw, small.keeps_dtype)
             tolerance, hidden = looked_inside(lambda: _results(small, operands), is_python(small.call.op))
-            if hidden or Devices(_trial(small, operands, max(tolerance, _LARGE_OR_TINY)), 2).fault(strategy):
+            if hidden or Devices(_trial(small, operands, max(tolerance, LIMITS.large_or_tiny)), 2).fault(strategy):
                 return False
     except Exception:
         return None
@@ -197,7 +195,7 @@ def _small_calls(call: WrittenCall, places: tuple[str, ...], rule: Rule, binding
         small = resized(call, shapes, {**{binding.sizes[f]: n for f, n in sizes.items()}, **of_dims})
         for keeps_dtype in (False, True):
             made = _Small(small, places, rule, keeps_dtype)
-            if made.elements <= _MOST_ELEMENTS and made not in seen:
+            if made.elements <= LIMITS.elements and made not in seen:
                 seen.add(made)
                 yield made
 
@@ -281,7 +279,7 @@ def tried(small: _Small, missing: frozenset[tuple[str, ...]] | None) -> _Verdict
     if any("complex" in t.dtype for t in small.call.operands):
         return _Verdict(why_not=(((), "no number is drawn for complex operands"),))
     tolerance = 0.0
-    draws = _DRAWS if small.elements <= _MANY else (_DRAWS[0], _DRAWS[3])
+    draws = _DRAWS if small.elements <= LIMITS.elements_in_all_draws else (_DRAWS[0], _DRAWS[3])
     for draw in draws if missing is None and is_python(small.call.op) else draws[:1]:
         try:
             operands, without_backward = _operands(small, draw)
@@ -289,7 +287,8 @@ def tried(small: _Small, missing: frozenset[tuple[str, ...]] | None) -> _Verdict
                 tolerance, hidden = looked_inside(lambda: _results(small, operands), is_python(small.call.op))
                 if hidden:
                     return _Verdict(why_not=(((), hidden),))
-            trial = _trial(small, operands, tolerance if draw.scale in (0.0, 1.0) else max(tolerance, _LARGE_OR_TINY))
+            least = 0.0 if draw.scale in (0.0, 1.0) else LIMITS.large_or_tiny
+            trial = _trial(small, operands, max(tolerance, least))
             devices = [Devices(trial, n) for n in DEVICES]
             strategies, sizes = _strategies(small, devices[0])
         except Exception as e:  # The op may refuse the numbers of one draw and take those of another.

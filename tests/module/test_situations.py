@@ -303,7 +303,7 @@ def test_a_wrong_call_is_a_letter_before_any_collective(call, letter, match):
 
 
 def test_only_so_many_programs_are_kept(monkeypatch):
-    monkeypatch.setattr(state, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(state, "LIMITS", dataclasses.replace(state.LIMITS, programs=3))
     model, batch = mlp_case()
 
     def body(rank):

@@ -22,6 +22,7 @@ from autopar.solver import elimination, integer, polish, program, solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import minimise
 from autopar.solver.integer import backend_of, fold_single_ends, optimise
+from autopar.solver.limits import LIMITS
 from autopar.solver.searches import SEARCHES, WholeProgram
 from autopar.solver.tables import Factor, Problem
 from autopar.space.setting import Setting
@@ -268,7 +269,7 @@ def test_another_search_is_another_entry():
 
 def test_a_plan_says_what_was_stopped(monkeypatch, tmp_path):
     model, batch = two_layers()
-    monkeypatch.setattr(polish, "_PIVOTS", 10)
+    monkeypatch.setattr(polish, "_LIMITS", replace(LIMITS.polish, pivots=10))
     plan = autopar.plan(model, batch, mesh=(2, 2))
     assert plan.stopped and "stopped   the integer program" in plan.table() and plan.gap > 0
     plan.save(tmp_path / "plan.json")

@@ -5,12 +5,16 @@ Of spaces of many sites: here, of all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import autopar
 from autopar.letters import Infeasible
+from autopar.solver import standing_bytes
+from autopar.solver.limits import LIMITS
 from autopar.solver.standing_bytes import standing
 from tests.models import eager_links
 
@@ -31,7 +35,7 @@ class Deep(nn.Module):
 
 @pytest.fixture(autouse=True)
 def every_space_has_many_sites(monkeypatch):
-    monkeypatch.setattr("autopar.solver.standing_bytes.MANY", 0)
+    monkeypatch.setattr(standing_bytes, "LIMITS", replace(LIMITS, searches=replace(LIMITS.searches, long=0)))
 
 
 def planned(budget="inf", **asked):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from autopar.once import Once
 from autopar.solver import tables
+from autopar.solver.limits import LIMITS
 from autopar.solver.tables import Factor, minimum_over
 from autopar.space.lookup import Tables, Taken
 
@@ -22,10 +25,10 @@ def random_factors(rng, choices, neighbours):
     return factors
 
 
-@pytest.mark.parametrize("large", [0, tables._LARGE], ids=["row by row", "kind by kind"])
+@pytest.mark.parametrize("large", [0, LIMITS.elimination.large], ids=["row by row", "kind by kind"])
 def test_the_minimum_over_a_variable_is_that_of_all_its_choices(large, monkeypatch):
-    monkeypatch.setattr(tables, "_LARGE", large)
-    monkeypatch.setattr(tables, "CHEAP", 10)  # small tables are treated as large ones are
+    # Small tables are treated as large ones are.
+    monkeypatch.setattr(tables, "_LIMITS", replace(LIMITS.elimination, large=large, cheap=10))
     rng, shapes = np.random.default_rng(3), Once()
     for _ in range(400):
         neighbours = {n: int(rng.integers(1, 30)) for n in range(1, rng.integers(2, 4))}

@@ -1,0 +1,25 @@
+"""`LIMITS`: the tuned numbers of the search over graphs and meshes, each with its unit and how it was found.
+
+Those of the search for one plan are in `solver/limits.py`. "Chosen" is said of a number that was never measured against
+others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of planning (`planning.py`, `search.py`) and of the estimate of what a step needs (`needs.py`)."""
+
+    # Products of few rows take more: two chunks and a whole head are searched too (design 043). Chosen.
+    free: float = 0.02  # share of a step that chunks of the loss head may take without that
+    kernel_searches: int = 5  # searches for a plan that can run its kernels, before one without kernels. Chosen.
+    constraints: int = 4  # constraints that are left out one at a time to see which a budget breaks on. Chosen.
+    gap_again: float = 0.01  # gap at which a plan for another batch is good enough: a training loop waits. Chosen.
+    turns: int = 3  # numbers of micro-batches before what the last two lack tells whether more may fit. Chosen.
+    devices: int = 4096  # devices up to which an estimate looks for a number that holds a step. Chosen.
+
+
+LIMITS = Limits()
