@@ -1,9 +1,9 @@
 """Hot ops in one fused kernel each: Triton on a GPU, behind torch custom ops.
 
 A family is one file: the ops that it stands for, as patterns; its reference, which runs those ops; the Triton kernels;
-a custom op for forward and one for backward. Groups of such ops are found in a graph once; `space/kernel_sites.py` says
-which of them a plan fuses, and `codegen/local_passes.py` puts the kernel in their place, after sharding and before
-differentiation.
+and two functions that launch them, of which `custom_ops.py` makes custom ops. Groups of such ops are found in a graph
+once; `space/kernel_sites.py` says which of them a plan fuses, and `codegen/local_passes.py` puts the kernel in their
+place, after sharding and before differentiation.
 
     add_rms_norm  a sum and its RMS norm: both are results
     rms_norm      an RMS norm with a weight
@@ -21,7 +21,8 @@ differentiation.
 
     backend.py    what runs: a GPU, the interpreter, or the reference
     patterns.py   finds a piece of a program in another
-    family.py     what all have in common
+    custom_ops.py  custom ops for forward and backward, and what autograd keeps between them
+    family.py     ops that a kernel stands for, and when it serves them
     buffer_reuse.py  ops that write a gradient over the value that it belongs to
     rows.py       launches of kernels that take a row per program
     timing.py     times of a family beside those of the ops that it stands for

@@ -1,12 +1,20 @@
-"""Activations inside kernels, with their derivatives, and a gelu that models write out in ops."""
+"""Activations inside kernels, with their derivatives; and the kernel of one alone.
+
+They are numbered: 0 silu, 1 gelu, 2 gelu by a tanh, 3 the same gelu as models write it out in ops.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 
+BLOCK, WARPS = 2048, 4
 # The tanh form of GELU as Hugging Face models write it.
 GELU_TANH = """
 half = mul(input={x}, other=0.5)
@@ -26,6 +34,14 @@ def gelu_tanh_by_ops(x: Tensor) -> Tensor:
     return half * (torch.tanh((x + torch.pow(x, 3.0) * 0.044715) * 0.7978845608028654) + 1.0)
 
 
+BY_OPS: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.nn.functional.silu,
+    torch.nn.functional.gelu,
+    lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    gelu_tanh_by_ops,
+)
+
+
 @jit
 def _normal(x):
     """Normal distribution function and density at x, by one exponential, to a relative error of 5e-6.
@@ -43,7 +59,7 @@ def _normal(x):
 
 @jit
 def activated(x, KIND: tl.constexpr, IS_HALF: tl.constexpr):
-    """An activation and its derivative: 0 silu, 1 gelu, 2 and 3 gelu by a tanh.
+    """An activation and its derivative.
 
     Where the result is rounded to half precision, the error function need not be exact in single precision.
     """
@@ -69,3 +85,28 @@ def activated(x, KIND: tl.constexpr, IS_HALF: tl.constexpr):
         a = x * share
         slope = share + a * less * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     return a, slope
+
+
+@jit
+def forward_kernel(X, Y, count, KIND: tl.constexpr, IS_HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of elements per program."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND, IS_HALF)
+    tl.store(Y + at, a.to(Y.dtype.element_ty), mask=inside)
+
+
+def variant_of(x: Tensor, kind: int) -> dict[str, Any]:
+    """Constants of a launch that choose the activation."""
+    return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2}
+
+
+def activation(x: Tensor, kind: int) -> Tensor:
+    """The activation of each element, contiguous: by the kernel where it runs, else by its ops."""
+    if not backend.runs(x):
+        return BY_OPS[kind](x).contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (-(-y.numel() // BLOCK),)
+        forward_kernel[grid](x.contiguous(), y, y.numel(), **variant_of(x, kind), BLOCK=BLOCK, num_warps=WARPS)
+    return y

@@ -6,7 +6,6 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor
 
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
-from autopar.kernels.activations import GELU_TANH, activated, gelu_tanh_by_ops
+from autopar.kernels.activations import BY_OPS, GELU_TANH, WARPS, activated, activation, variant_of
 from autopar.kernels.backend import jit, tl
+from autopar.kernels.custom_ops import backward_of, call_of, custom_op
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Match, Pattern, called, readers
-from autopar.kernels.rows import FOLDED, fold_kernel
+from autopar.kernels.rows import fold
 
-BLOCK, WARPS = 2048, 4
 ROWS, COLUMNS, STAGES = 8, 128, 3  # tile of a backward program, and the number of tiles that it prefetches
 _PROGRAMS = 8  # backward programs per multiprocessor
 
@@ -42,24 +41,9 @@ class _Beside(torch.autograd.Function):
         return dx, dx.reshape(-1, dx.shape[-1]).sum(0)
 
 
-def _by_ops(x: Tensor, kind: int) -> Tensor:
-    if kind == 3:
-        return gelu_tanh_by_ops(x)
-    return torch.nn.functional.gelu(x, approximate="none" if kind == 1 else "tanh")
-
-
 def reference(x: Tensor, bias: Tensor, kind: int) -> Tensor:
     """The ops of the group, with the gradient of the bias."""
-    return _by_ops(_Beside.apply(x, bias), kind)
-
-
-@jit
-def forward_kernel(X, Y, count, KIND: tl.constexpr, IS_HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of elements per program."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), KIND, IS_HALF)
-    tl.store(Y + at, a.to(Y.dtype.element_ty), mask=inside)
+    return BY_OPS[kind](_Beside.apply(x, bias))
 
 
 @jit
@@ -82,35 +66,22 @@ def backward_kernel(DY, X, DX, DB, rows, columns, share, KIND: tl.constexpr, IS_
     tl.store(DB + part * columns + column, tl.sum(sums, 0), mask=column < columns)
 
 
-def _variant(x: Tensor, kind: int) -> dict[str, Any]:
-    """Constants that choose the activation."""
-    return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2}
-
-
-@torch.library.custom_op("autopar::bias_gelu", mutates_args=())
-def activation(x: Tensor, bias: Tensor, kind: int) -> Tensor:
+@custom_op("autopar::bias_gelu")
+def gelu(x: Tensor, bias: Tensor, kind: int) -> Tensor:
     """The gelu of `x`, to which the bias was added before."""
-    if not backend.runs(x):
-        return _by_ops(x, kind).contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        grid = (-(-y.numel() // BLOCK),)
-        forward_kernel[grid](x.contiguous(), y, y.numel(), **_variant(x, kind), BLOCK=BLOCK, num_warps=WARPS)
-    return y
+    return activation(x, kind)
 
 
-@activation.register_fake
-def _(x: Tensor, bias: Tensor, kind: int) -> Tensor:
-    return x.new_empty(x.shape)
+def _gradients_like(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((x.shape[-1],))
 
 
-@torch.library.custom_op("autopar::bias_gelu_backward", mutates_args=())
-def activation_backward(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+@backward_of(gelu, "x bias", fake=_gradients_like)
+def gelu_backward(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and of the bias."""
     columns = x.shape[-1]
     if not backend.runs(x):
-        dx, db = through(lambda x, bias: reference(x, bias, kind), dy, x, x.new_empty((columns,)))
-        return dx, db
+        return through(lambda x, bias: reference(x, bias, kind), dy, x, x.new_empty((columns,)))
     dx, db = (torch.empty(shape, dtype=x.dtype, device=x.device) for shape in (x.shape, (columns,)))
     if not dx.numel():
         return dx, db.zero_()
@@ -122,32 +93,17 @@ def activation_backward(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tenso
     sums = torch.empty((parts, columns), dtype=torch.float32, device=x.device)
     given = (dy.contiguous(), x.contiguous(), dx, sums, rows, columns, share)
     tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "STAGES": STAGES, "num_warps": WARPS}
-    backward_kernel[(blocks, parts)](*given, **_variant(x, kind), **tile)
-    constants = {"MEANS": False, "ROWS": FOLDED[0], "COLUMNS": FOLDED[1], "num_warps": WARPS}
-    fold_kernel[(-(-columns // FOLDED[1]),)](sums, sums, db, db, parts, columns, **constants)
+    backward_kernel[(blocks, parts)](*given, **variant_of(x, kind), **tile)
+    fold([sums], [db])
     return dx, db
 
 
-@activation_backward.register_fake
-def _(dy: Tensor, x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty((x.shape[-1],))
+def _by_ops(x: Tensor, bias: Tensor, kind: int) -> Tensor:
+    """The ops where no custom op stands: the product before them gives the gradient of its bias."""
+    return BY_OPS[kind](x)
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    x, _, ctx.kind = inputs
-    ctx.save_for_backward(x)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *activation_backward(dy, *ctx.saved_tensors, ctx.kind), None
-
-
-activation.register_autograd(_gradients, setup_context=_remember)
-
-
-def bias_gelu(x: Tensor, bias: Tensor, kind: int) -> Tensor:
-    """The group by its kernel, or by its ops where a program holds no custom ops."""
-    return activation(x, bias, kind) if backend.is_traced(x.device.type) else _by_ops(x, kind)
+bias_gelu = call_of(gelu, _by_ops)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -167,14 +123,13 @@ def prepare(found: Match) -> None:
     product_of(found).target = linear
 
 
-def _arguments(found: Match) -> Mapping[str, Any] | None:
-    """Arguments of the call; None unless a product with a trained bias precedes that nothing else reads."""
+def _is_served(found: Match) -> bool:
+    """Whether a product with a trained bias precedes, which nothing else reads."""
     product = product_of(found)
     bias = product.kwargs.get("bias") if called(product) == "linear" else None
     if not isinstance(bias, fx.Node) or not type_of(bias).requires_grad:
-        return None
-    is_served = are_alike([product, bias]) and set(readers(product)) <= set(found.nodes)
-    return {"x": product, "bias": bias, "kind": found.pattern.variant["kind"]} if is_served else None
+        return False
+    return are_alike([product, bias]) and set(readers(product)) <= set(found.nodes)
 
 
 FAMILY = Family(
@@ -186,7 +141,8 @@ FAMILY = Family(
     ),
     bias_gelu,
     reference,
-    _arguments,
+    _is_served,
+    others=lambda found: {"bias": product_of(found).kwargs["bias"]},
     prepare=prepare,
     product=product_of,
 )

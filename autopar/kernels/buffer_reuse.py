@@ -6,22 +6,33 @@ operand afterwards.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.private import OpOverload
+from autopar.kernels import backend
+from autopar.runtime.private import OpOverload, function_of
 
 
-def written_over(name: str, run: Callable[..., Tensor]) -> None:
-    """Define the twin of a custom op by `run`, which writes to its first operand and returns it."""
-    first = next(iter(run.__annotations__))
-    schema = torch.library.infer_schema(run, mutates_args=(first,))
-    torch.library.define(f"{name}_", schema.replace("-> Tensor", "-> Tensor(a0!)"))
-    torch.library.impl(f"{name}_", "CompositeExplicitAutograd", run)
-    torch.library.register_fake(f"{name}_", lambda x, *_: x)
+def written_over(op: Any, run: Callable[..., Tensor]) -> None:
+    """Define the twin of a custom op by `run`, whose kernel writes over the first operand and returns it.
+
+    The kernel takes contiguous operands alone: over others the op's own result is copied.
+    """
+
+    def over(x: Tensor, *others: Any) -> Tensor:
+        return run(x, *others) if backend.runs(x) and x.is_contiguous() else x.copy_(op(x, *others))
+
+    name = f"{op._qualname}_"
+    function = function_of(op._qualname)
+    first = next(iter(inspect.signature(function).parameters))
+    schema = torch.library.infer_schema(function, mutates_args=(first,))
+    torch.library.define(name, schema.replace("-> Tensor", "-> Tensor(a0!)"))
+    torch.library.impl(name, "CompositeExplicitAutograd", over)
+    torch.library.register_fake(name, lambda x, *_: x)
 
 
 def twin_of(target: Any) -> OpOverload | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
 from autopar.kernels.buffer_reuse import written_over
+from autopar.kernels.custom_ops import backward_of, custom_op
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Match, Pattern
 
@@ -106,11 +106,11 @@ def gradient_of_rows(
     x: Tensor,
     dy: Tensor,
     target: Tensor,
+    start: Tensor | None,
     lse: Tensor,
     ignored: int,
     smoothing: float,
     classes: int,
-    start: Tensor | None = None,
     over: bool = False,
 ) -> Tensor:
     """The gradient of the logits in their dtype, by the kernel.
@@ -137,7 +137,11 @@ def log_sums(wide: Tensor) -> tuple[Tensor, Tensor]:
     return most, torch.logsumexp(wide - torch.where(most == -torch.inf, 0, most)[:, None], -1)
 
 
-@torch.library.custom_op("autopar::cross_entropy", mutates_args=())
+def _loss_and_numbers(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty((), dtype=torch.float32), x.new_empty((*target.shape, 2), dtype=torch.float32)
+
+
+@custom_op("autopar::cross_entropy", fake=_loss_and_numbers)
 def entropies(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor]:
     """The loss summed over rows; and for backward each row's largest logit and log-sum-exp relative to it."""
     if not backend.runs(x):
@@ -154,47 +158,21 @@ def entropies(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tupl
     return losses.sum(), lse
 
 
-@entropies.register_fake
-def _(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty((), dtype=torch.float32), x.new_empty((*target.shape, 2), dtype=torch.float32)
+def _launched(
+    x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float, over: bool = False
+) -> Tensor:
+    return gradient_of_rows(x, dy, target, None, lse, ignored, smoothing, x.shape[-1], over)
 
 
-def _gradient(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
+@backward_of(entropies, "x", results="loss lse")
+def entropies_backward(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
     """The gradient of the logits, in their dtype."""
     if not backend.runs(x):
         return through(lambda x: reference(x, target, ignored, smoothing), dy, x)[0]
-    return gradient_of_rows(x, dy, target, lse, ignored, smoothing, x.shape[-1])
+    return _launched(x, dy, target, lse, ignored, smoothing)
 
 
-entropies_backward = torch.library.custom_op("autopar::cross_entropy_backward", _gradient, mutates_args=())
-
-
-@entropies_backward.register_fake
-def _(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _over(x: Tensor, dy: Tensor, target: Tensor, lse: Tensor, ignored: int, smoothing: float) -> Tensor:
-    """The gradient of the logits, written over them."""
-    if not backend.runs(x) or not x.is_contiguous():
-        return x.copy_(_gradient(x, dy, target, lse, ignored, smoothing))
-    return gradient_of_rows(x, dy, target, lse, ignored, smoothing, x.shape[-1], over=True)
-
-
-written_over("autopar::cross_entropy_backward", _over)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, target, ctx.ignored, ctx.smoothing = inputs
-    ctx.save_for_backward(x, target, output[1])
-
-
-def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-    x, *rest = ctx.saved_tensors
-    return entropies_backward(x, dy, *rest, ctx.ignored, ctx.smoothing), None, None, None
-
-
-entropies.register_autograd(_gradients, setup_context=_remember)
+written_over(entropies_backward, functools.partial(_launched, over=True))
 
 
 def cross_entropy(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> Tensor:
@@ -204,20 +182,15 @@ def cross_entropy(x: Tensor, target: Tensor, ignored: int, smoothing: float) -> 
     return entropies(x, target, ignored, smoothing)[0]
 
 
-def arguments_of(found: Match) -> Mapping[str, Any] | None:
-    """Arguments of the call, or None unless targets are class indices, one per row."""
+def is_served(found: Match) -> bool:
+    """Whether targets are class indices, one per row."""
     x, target = found["x"], found["target"]
     columns = type_of(x).shape[-1]
-    is_served = type_of(target).dtype == "int64" and len(type_of(target).shape) == 1 and are_alike([x])
+    are_classes = type_of(target).dtype == "int64" and len(type_of(target).shape) == 1 and are_alike([x])
     if "flat" in found.bound:
-        is_served &= type_of(found["flat"]).shape[1:] == (columns,)
-    elif not found.pattern.variant["wide"]:
-        is_served &= type_of(x).dtype == "float32" and len(type_of(x).shape) == 2
-    else:
-        is_served &= len(type_of(x).shape) == 2
-    ignored = found.bound.get("IGNORED", _IGNORED)
-    smoothing = found.bound.get("SMOOTHING", 0.0)
-    return {"x": x, "target": target, "ignored": ignored, "smoothing": smoothing} if is_served else None
+        return are_classes and type_of(found["flat"]).shape[1:] == (columns,)
+    is_exact = found.pattern.variant["wide"] or type_of(x).dtype == "float32"
+    return are_classes and is_exact and len(type_of(x).shape) == 2
 
 
 def patterns_of(call: str) -> tuple[Pattern, ...]:
@@ -235,16 +208,9 @@ def patterns_of(call: str) -> tuple[Pattern, ...]:
             (", ignore_index=IGNORED", ""), (", label_smoothing=SMOOTHING", "")
         ):
             text = f"loss = {call.format(logits=logits, options=ignored + smoothing)}"
-            found.append(Pattern.of(before + text, wide=bool(before)))
+            found.append(Pattern.of(before + text, wide=bool(before), ignored=_IGNORED, smoothing=0.0))
     return tuple(found)
 
 
 WRITTEN = patterns_of("cross_entropy(input={logits}, target=target{options}, reduction='sum')")
-FAMILY = Family(
-    "cross_entropy",
-    WRITTEN,
-    cross_entropy,
-    reference,
-    arguments_of,
-    over="x",
-)
+FAMILY = Family("cross_entropy", WRITTEN, cross_entropy, reference, is_served, over="x")

@@ -5,7 +5,7 @@ Between the two reductions and behind them stands a kernel each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 import torch
@@ -17,15 +17,15 @@ from autopar.kernels.buffer_reuse import written_over
 from autopar.kernels.cross_entropy import (
     READ_ONCE,
     WRITTEN,
-    arguments_of,
     as_float32_rows,
     forward_kernel,
     gradient_of_rows,
+    is_served,
     log_sums,
     patterns_of,
 )
+from autopar.kernels.custom_ops import custom_op
 from autopar.kernels.family import Family, through
-from autopar.kernels.patterns import Match
 from autopar.runtime.forms import cross_entropy_part as form
 from autopar.runtime.forms import reduced
 from autopar.runtime.random import Cuts, start_of
@@ -73,7 +73,12 @@ def losses_kernel(T, REST, TOP, TOTAL, LSE, LOSS, rows, ignored, of_target, of_a
     tl.store(LOSS + tl.num_programs(0) + program, tl.sum(tl.where(inside, logs, 0.0)))
 
 
-@torch.library.custom_op("autopar::cross_entropy_rows", mutates_args=())
+def _two_numbers_and_three(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: bool) -> tuple[Tensor, Tensor]:
+    made = x.new_empty((*target.shape, 3), dtype=torch.float32)
+    return made.new_empty(target.shape), made
+
+
+@custom_op("autopar::cross_entropy_rows", fake=_two_numbers_and_three)
 def rows_of_part(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: bool) -> tuple[Tensor, Tensor]:
     """For each row this device's largest logit; and log-sum, target's logit and sum of logits, [rows, 3].
 
@@ -98,13 +103,7 @@ def rows_of_part(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: b
     return most, rest
 
 
-@rows_of_part.register_fake
-def _(x: Tensor, target: Tensor, start: Tensor, ignored: int, sums: bool) -> tuple[Tensor, Tensor]:
-    made = x.new_empty((*target.shape, 3), dtype=torch.float32)
-    return made.new_empty(target.shape), made
-
-
-@torch.library.custom_op("autopar::cross_entropy_shares", mutates_args=())
+@custom_op("autopar::cross_entropy_shares")
 def shares(most: Tensor, rest: Tensor, top: Tensor) -> Tensor:
     """For each row the sum of this device's exponentials, relative to the largest logit of all devices."""
     if not backend.runs(most):
@@ -116,12 +115,11 @@ def shares(most: Tensor, rest: Tensor, top: Tensor) -> Tensor:
     return found
 
 
-@shares.register_fake
-def _(most: Tensor, rest: Tensor, top: Tensor) -> Tensor:
-    return most.new_empty(most.shape)
+def _sums_and_numbers(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty((2,), dtype=torch.float32), x.new_empty((*target.shape, 2), dtype=torch.float32)
 
 
-@torch.library.custom_op("autopar::cross_entropy_part", mutates_args=())
+@custom_op("autopar::cross_entropy_part", fake=_sums_and_numbers)
 def less_here(
     x: Tensor,
     target: Tensor,
@@ -159,17 +157,13 @@ def less_here(
     return losses.sum(-1), lse
 
 
-@less_here.register_fake
-def _(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty((2,), dtype=torch.float32), x.new_empty((*target.shape, 2), dtype=torch.float32)
-
-
-def _gradient(
+@custom_op("autopar::cross_entropy_part_backward")
+def less_here_backward(
     x: Tensor, dy: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
 ) -> Tensor:
     """The gradient of this device's logits in their dtype, from that of either sum."""
     if backend.runs(x):
-        return gradient_of_rows(x, dy, target, lse, ignored, smoothing, classes, start)
+        return gradient_of_rows(x, dy, target, start, lse, ignored, smoothing, classes)
 
     def sums(x: Tensor) -> Tensor:
         wide = x.to(torch.float32).reshape(-1, x.shape[-1])
@@ -185,26 +179,7 @@ def _gradient(
     return through(sums, dy, x)[0]
 
 
-less_here_backward = torch.library.custom_op("autopar::cross_entropy_part_backward", _gradient, mutates_args=())
-
-
-@less_here_backward.register_fake
-def _(
-    x: Tensor, dy: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _over(
-    x: Tensor, dy: Tensor, target: Tensor, start: Tensor, lse: Tensor, ignored: int, smoothing: float, classes: int
-) -> Tensor:
-    """The gradient of this device's logits, written over them."""
-    if not backend.runs(x) or not x.is_contiguous():
-        return x.copy_(_gradient(x, dy, target, start, lse, ignored, smoothing, classes))
-    return gradient_of_rows(x, dy, target, lse, ignored, smoothing, classes, start, over=True)
-
-
-written_over("autopar::cross_entropy_part_backward", _over)
+written_over(less_here_backward, functools.partial(gradient_of_rows, over=True))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -237,21 +212,12 @@ def cross_entropy_part(x: Tensor, target: Tensor, ignored: int, smoothing: float
     return sums[0] + reduced(sums[1].detach(), "lodge", axes)  # one device counts the logarithms
 
 
-def _arguments(found: Match) -> Mapping[str, Any] | None:
-    """Arguments of the call, or None where the kernels do not serve it, as with class weights.
-
-    In a graph, which does not say how a device's part lies, those of the part are None.
-    """
-    given = arguments_of(found)
-    return None if given is None else {**given, **{name.lower(): found.bound.get(name) for name in ("CUTS", "CLASSES")}}
-
-
 FAMILY = Family(
     "cross_entropy_part",
     patterns_of("cross_entropy_part(input={logits}, target=target, cuts=CUTS, classes=CLASSES{options})"),
     cross_entropy_part,
     reference,
-    _arguments,
+    is_served,
     over="x",
     of_graphs=WRITTEN,
     forms={"cross_entropy": "cross_entropy_part"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
+from autopar.kernels.custom_ops import custom_op
 from autopar.kernels.draws import bits_of, given_places, grid, held
-from autopar.kernels.family import Family, are_alike
+from autopar.kernels.family import Family, are_alike, are_of_one_shape
 from autopar.kernels.patterns import Match, Pattern
 from autopar.runtime import forms, random
 from autopar.runtime.random import Cuts
@@ -64,7 +65,7 @@ def _launched(
     return y
 
 
-@torch.library.custom_op("autopar::dropout", mutates_args=())
+@custom_op("autopar::dropout")
 def dropped(
     x: Tensor, added: Tensor | None, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]
 ) -> Tensor:
@@ -75,24 +76,12 @@ def dropped(
     return left.contiguous() if added is None else (left + added).contiguous()
 
 
-@dropped.register_fake
-def _(
-    x: Tensor, added: Tensor | None, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("autopar::dropout_backward", mutates_args=())
+@custom_op("autopar::dropout_backward")
 def dropped_backward(dy: Tensor, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
     """The gradient of `x`; that of `added` is `dy` itself."""
     if backend.runs(dy):
         return _launched(dy, None, key, op, p, shape, places)
     return (torch.where(random.kept_at(key, op, p, shape, places), dy, 0) * (1.0 / (1.0 - p))).contiguous()
-
-
-@dropped_backward.register_fake
-def _(dy: Tensor, key: Tensor, op: int, p: float, shape: list[int], places: list[Tensor]) -> Tensor:
-    return dy.new_empty(dy.shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -119,20 +108,12 @@ def dropout(
     return dropped(x, added, key, op, p, list(shape), random.places_of(key, cuts, x.shape))
 
 
-def _arguments(found: Match) -> Mapping[str, Any] | None:
-    """Arguments of the call, or None unless 0 <= p < 1 and `added` has the shape of `x`.
-
-    In a graph the arguments of the draw are None: it does not say yet at which indices a device will draw.
-    """
-    x = found["x"]
-    added = found.bound.get("added")
-    p = found.bound.get("P", 0.5)
-    operands = [x] if added is None else [x, added]
-    is_served = are_alike(operands) and len({type_of(n).shape for n in operands}) == 1 and type_of(x).shape
-    if not is_served or not 0 <= p < 1:
-        return None
-    drawn = {name.lower(): found.bound.get(name) for name in ("OP", "SHAPE", "CUTS")}
-    return {"x": x, "added": added, "key": found.bound.get("key"), **drawn, "p": p}
+def _is_served(found: Match) -> bool:
+    """Whether 0 <= p < 1 and `added` has the shape of `x`."""
+    named = found.named
+    operands = [found[name] for name in ("x", "added") if name in named]
+    is_like_x = are_alike(operands) and are_of_one_shape(operands) and type_of(found["x"]).shape != ()
+    return is_like_x and 0 <= named["p"] < 1
 
 
 _OF_GRAPHS = ("d = dropout(input=x, p=P)", "d = dropout(input=x)")
@@ -143,7 +124,7 @@ _OF_PROGRAMS = tuple(
 
 def _with_sums(texts: tuple[str, ...]) -> tuple[Pattern, ...]:
     """Patterns of a dropout with the sum behind it, then of it alone."""
-    return tuple(Pattern.of(text + more) for more in ("\ny = add(input=d, other=added)", "") for text in texts)
+    return tuple(Pattern.of(text + more, p=0.5) for more in ("\ny = add(input=d, other=added)", "") for text in texts)
 
 
 FAMILY = Family(
@@ -151,7 +132,7 @@ FAMILY = Family(
     _with_sums(_OF_PROGRAMS),
     dropout,
     reference,
-    _arguments,
+    _is_served,
     of_graphs=_with_sums(_OF_GRAPHS),
     forms={"dropout": "dropout_by_position"},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from autopar.graph.graph import type_of
 from autopar.kernels.patterns import Match, Pattern, matches
 
 FLOATS = ("float32", "bfloat16", "float16")
+Written = tuple[str, Mapping[str, Any]]  # a pattern's text, and the properties of this spelling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +26,9 @@ class Family:
     patterns: tuple[Pattern, ...]  # patterns of local programs, larger ones first
     call: Callable[..., Any]  # replaces a group; returns a tuple where there are several results
     reference: Callable[..., Any]  # the ops of a group, of the same arguments
-    arguments: Callable[[Match], Mapping[str, Any] | None]  # arguments of the call; None where it cannot serve a group
+    serves: Callable[[Match], bool]  # whether the kernel computes what this group computes
+    # arguments of the call that are not those of its parameters' names in the match
+    others: Callable[[Match], Mapping[str, Any]] = lambda found: {}
     # values that backward reads beside gradients, where these are not those that the ops keep
     keeps: Callable[[Match], Sequence[fx.Node]] | None = None
     # the product before a group that gives the gradient of the product's bias, and the change of that product
@@ -36,20 +40,20 @@ class Family:
 
     def find(self, node: fx.Node) -> tuple[Match, Mapping[str, Any]] | None:
         """The group of a program whose last result is this node, with the arguments of its call, or None."""
-        found = _served(self, self.patterns, node)
-        return next(found, None)
+        found = next(self._served(self.patterns, node), None)
+        return None if found is None else (found, self._arguments(found))
 
     def in_graph(self, node: fx.Node) -> Iterator[Match]:
         """The groups of a graph whose last result is this node, those of more ops first."""
-        return (found for found, _ in _served(self, self.of_graphs or self.patterns, node))
+        return self._served(self.of_graphs or self.patterns, node)
 
+    def _served(self, patterns: Sequence[Pattern], node: fx.Node) -> Iterator[Match]:
+        return (found for pattern in patterns for found in matches(pattern, node) if self.serves(found))
 
-def _served(family: Family, patterns: Sequence[Pattern], node: fx.Node) -> Iterator[tuple[Match, Mapping[str, Any]]]:
-    """The groups that match patterns and that the kernel serves, with the arguments of its call."""
-    for pattern in patterns:
-        for found in matches(pattern, node):
-            if (arguments := family.arguments(found)) is not None:
-                yield found, arguments
+    def _arguments(self, found: Match) -> Mapping[str, Any]:
+        """Arguments of the call, by the reference's parameters; None where this spelling has no such thing."""
+        known = {**found.named, **self.others(found)}
+        return {name: known.get(name) for name in inspect.signature(self.reference).parameters}
 
 
 def are_alike(nodes: Sequence[fx.Node]) -> bool:
@@ -58,26 +62,33 @@ def are_alike(nodes: Sequence[fx.Node]) -> bool:
     return len(dtypes) == 1 and dtypes <= set(FLOATS)
 
 
-def summed(found: Match, arguments: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Arguments of a call on a sum, from those of a call on `x`; None unless all shapes and dtypes agree."""
-    if arguments is None:
-        return None
-    operands = {"first": found["first"], "second": found["second"]}
-    types = [type_of(n) for n in (*operands.values(), found["x"])]
-    is_served = len({(t.shape, t.dtype) for t in types}) == 1
-    rest = {name: value for name, value in arguments.items() if name != "x"}
-    return {**operands, **rest} if is_served else None
+def are_of_one_shape(nodes: Sequence[fx.Node]) -> bool:
+    return len({type_of(n).shape for n in nodes}) == 1
 
 
-def through(reference: Callable[..., Any], gradient: Any, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the reference's operands by autograd, contiguous."""
+def is_sum_served(found: Match) -> bool:
+    """Whether both operands of a sum have its shape and dtype, as kernels with a sum take them."""
+    nodes = [found["first"], found["second"], found["x"]]
+    return are_alike(nodes) and are_of_one_shape(nodes)
+
+
+def with_sum(written: Sequence[Written], result: str) -> tuple[Pattern, ...]:
+    """Patterns of ops on rows `x` that are themselves a sum; both the sum and `result` are results."""
+    return tuple(
+        Pattern.of(f"x = add(input=first, other=second)\n{text.strip()}\nx, {result}", **variant)
+        for text, variant in written
+    )
+
+
+def through(reference: Callable[..., Any], gradient: Any, *operands: Tensor) -> Any:
+    """The tuple of gradients of the reference's operands by autograd, contiguous."""
     _, back = torch.func.vjp(reference, *operands)
     return tuple(g.clone(memory_format=torch.contiguous_format) for g in back(gradient))
 
 
 def through_sum(
     reference: Callable[..., Tensor], beside: Tensor | None, gradient: Tensor, sum_: Tensor, *operands: Tensor
-) -> tuple[Tensor, ...]:
+) -> Any:
     """Gradients of the reference's operands, the first a sum with gradient `beside` from other readers."""
     if beside is None:
         return through(reference, gradient, sum_, *operands)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
-from autopar.kernels.activations import GELU_TANH, activated, gelu_tanh_by_ops
+from autopar.kernels.activations import BLOCK, BY_OPS, GELU_TANH, WARPS, activated, variant_of
 from autopar.kernels.backend import jit, tl
-from autopar.kernels.family import Family, are_alike, through
+from autopar.kernels.custom_ops import backward_of, call_of, custom_op
+from autopar.kernels.family import Family, are_alike, are_of_one_shape, through
 from autopar.kernels.patterns import Match, Pattern
-
-BLOCK, WARPS = 2048, 4
-KINDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (  # the kernels know them by their places
-    ("silu", torch.nn.functional.silu),
-    ("gelu", torch.nn.functional.gelu),
-    ("gelu tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
-    ("gelu by ops", gelu_tanh_by_ops),
-)
 
 
 def reference(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     """The ops of the group."""
-    return KINDS[kind][1](gate) * up
+    return BY_OPS[kind](gate) * up
 
 
 @jit
@@ -68,12 +58,7 @@ def _grid(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], -(-x.shape[-1] // BLOCK)
 
 
-def _constants(x: Tensor, kind: int) -> dict[str, Any]:
-    """Constants of a launch."""
-    return {"KIND": kind, "IS_HALF": x.dtype.itemsize == 2, "BLOCK": BLOCK, "num_warps": WARPS}
-
-
-@torch.library.custom_op("autopar::gated", mutates_args=())
+@custom_op("autopar::gated")
 def product(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     """The activation of the gate, times `up`."""
     if not backend.runs(gate):
@@ -82,56 +67,30 @@ def product(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     if y.numel():
         (g, g_row), (u, u_row) = backend.as_rows(gate), backend.as_rows(up)
         given = (g, u, y, gate.shape[-1], g_row, u_row)
-        forward_kernel[_grid(gate)](*given, **_constants(gate, kind))
+        forward_kernel[_grid(gate)](*given, **variant_of(gate, kind), BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
-@product.register_fake
-def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@torch.library.custom_op("autopar::gated_backward", mutates_args=())
+@backward_of(product, "gate up")
 def product_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     if not backend.runs(gate):
-        dg, du = through(lambda g, u: reference(g, u, kind), dy, gate, up)
-        return dg, du
+        return through(lambda g, u: reference(g, u, kind), dy, gate, up)
     dg, du = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     if dg.numel():
         (g, g_row), (u, u_row) = backend.as_rows(gate), backend.as_rows(up)
         given = (dy.contiguous(), g, u, dg, du, gate.shape[-1], g_row, u_row)
-        backward_kernel[_grid(gate)](*given, **_constants(gate, kind))
+        backward_kernel[_grid(gate)](*given, **variant_of(gate, kind), BLOCK=BLOCK, num_warps=WARPS)
     return dg, du
 
 
-@product_backward.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+gated = call_of(product, reference)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, ctx.kind = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *product_backward(dy, *ctx.saved_tensors, ctx.kind), None
-
-
-product.register_autograd(_gradients, setup_context=_remember)
-
-
-def gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
-    """The group by its kernel, or by its ops where a program holds no custom ops."""
-    return product(gate, up, kind) if backend.is_traced(gate.device.type) else reference(gate, up, kind)
-
-
-def _arguments(found: Match) -> Mapping[str, Any] | None:
-    """Arguments of the call, or None unless gate and up have one shape and dtype."""
-    gate, up = found["gate"], found["up"]
-    is_served = are_alike([gate, up]) and len(type_of(gate).shape) > 0 and type_of(gate).shape == type_of(up).shape
-    return {"gate": gate, "up": up, "kind": found.pattern.variant["kind"]} if is_served else None
+def _is_served(found: Match) -> bool:
+    """Whether gate and up have one shape and dtype."""
+    nodes = [found["gate"], found["up"]]
+    return are_alike(nodes) and are_of_one_shape(nodes) and len(type_of(found["up"]).shape) > 0
 
 
 _TIMES = "y = mul(input=a, other=up)"
@@ -145,5 +104,5 @@ FAMILY = Family(
     ),
     gated,
     reference,
-    _arguments,
+    _is_served,
 )

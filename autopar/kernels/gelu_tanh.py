@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from autopar.kernels import backend
-from autopar.kernels.activations import GELU_TANH, activated
+from autopar.kernels.activations import BLOCK, GELU_TANH, WARPS, activated, activation
 from autopar.kernels.activations import gelu_tanh_by_ops as reference
 from autopar.kernels.backend import jit, tl
+from autopar.kernels.custom_ops import backward_of, call_of, custom_op
 from autopar.kernels.family import Family, are_alike, through
-from autopar.kernels.patterns import Match, Pattern
-
-BLOCK, WARPS = 2048, 4
-
-
-@jit
-def forward_kernel(X, Y, count, BLOCK: tl.constexpr):
-    """A block of elements per program."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    a, _ = activated(tl.load(X + at, mask=inside, other=0.0).to(tl.float32), 3, False)
-    tl.store(Y + at, a.to(Y.dtype.element_ty), mask=inside)
+from autopar.kernels.patterns import Pattern
 
 
 @jit
@@ -37,24 +24,14 @@ def backward_kernel(DY, X, DX, count, BLOCK: tl.constexpr):
     tl.store(DX + at, (dy * slope).to(DX.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("autopar::gelu_tanh", mutates_args=())
-def activation(x: Tensor) -> Tensor:
+@custom_op("autopar::gelu_tanh")
+def gelu(x: Tensor) -> Tensor:
     """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + .044715 x^3)))"""
-    if not backend.runs(x):
-        return reference(x).contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        forward_kernel[(-(-y.numel() // BLOCK),)](x.contiguous(), y, y.numel(), BLOCK=BLOCK, num_warps=WARPS)
-    return y
+    return activation(x, 3)
 
 
-@activation.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("autopar::gelu_tanh_backward", mutates_args=())
-def activation_backward(dy: Tensor, x: Tensor) -> Tensor:
+@backward_of(gelu, "x")
+def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """The gradient of `x`."""
     if not backend.runs(x):
         return through(reference, dy, x)[0]
@@ -66,25 +43,11 @@ def activation_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-@activation_backward.register_fake
-def _(dy: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _remember(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-activation.register_autograd(lambda ctx, dy: activation_backward(dy, *ctx.saved_tensors), setup_context=_remember)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The group by its kernel, or by its ops where a program holds no custom ops."""
-    return activation(x) if backend.is_traced(x.device.type) else reference(x)
-
-
-def _arguments(found: Match) -> Mapping[str, Any] | None:
-    return {"x": found["x"]} if are_alike([found["x"]]) else None
-
-
-FAMILY = Family("gelu_tanh", (Pattern.of(GELU_TANH.format(x="x")),), gelu_tanh, reference, _arguments)
+gelu_tanh = call_of(gelu, reference)
+FAMILY = Family(
+    "gelu_tanh",
+    (Pattern.of(GELU_TANH.format(x="x")),),
+    gelu_tanh,
+    reference,
+    lambda found: are_alike([found["x"]]),
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
+from autopar.kernels.custom_ops import call_of, custom_op
 from autopar.kernels.family import FLOATS, Family, are_alike, through
 from autopar.kernels.patterns import Match, Pattern
 
@@ -22,13 +22,14 @@ def reference(
     x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
 ) -> Tensor:
     """The ops of the group."""
-    if scale is not None:
-        x = x * scale
-    if cap is not None:
-        x = torch.tanh(x / cap) * cap
-    if mask is not None:
-        x = x + mask
+    x = _capped(x, scale, cap)
+    x = x if mask is None else x + mask
     return torch.softmax(x, -1, dtype=torch.float32 if is_wide else None).to(dtype)
+
+
+def _capped(x: Tensor, scale: float | None, cap: float | None) -> Tensor:
+    x = x if scale is None else x * scale
+    return x if cap is None else torch.tanh(x / cap) * cap
 
 
 @jit
@@ -108,7 +109,12 @@ def _numbers(scale: float | None, cap: float | None) -> tuple[float, float]:
     return 1.0 if scale is None else scale, 1.0 if cap is None else cap
 
 
-@torch.library.custom_op("autopar::masked_softmax", mutates_args=())
+def _of_dtype(x: Tensor, *arguments: Any) -> Tensor:
+    """An empty result of the dtype that is the last argument."""
+    return x.new_empty(x.shape, dtype=arguments[-1])
+
+
+@custom_op("autopar::masked_softmax", fake=_of_dtype)
 def shares(
     x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -129,14 +135,7 @@ def shares(
     return y
 
 
-@shares.register_fake
-def _(
-    x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@torch.library.custom_op("autopar::masked_softmax_backward", mutates_args=())
+@custom_op("autopar::masked_softmax_backward", fake=_of_dtype)
 def shares_backward(
     dy: Tensor, x: Tensor | None, y: Tensor, scale: float | None, cap: float | None, dtype: torch.dtype
 ) -> Tensor:
@@ -159,16 +158,6 @@ def shares_backward(
     return dx
 
 
-def _capped(x: Tensor, scale: float | None, cap: float | None) -> Tensor:
-    x = x if scale is None else x * scale
-    return x if cap is None else torch.tanh(x / cap) * cap
-
-
-@shares_backward.register_fake
-def _(dy: Tensor, x: Tensor | None, y: Tensor, scale: float | None, cap: float | None, dtype: torch.dtype) -> Tensor:
-    return y.new_empty(y.shape, dtype=dtype)
-
-
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, _, ctx.scale, ctx.cap, _, _ = inputs
     ctx.dtype = x.dtype
@@ -182,40 +171,19 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, No
 
 
 shares.register_autograd(_gradients, setup_context=_remember)
+masked_softmax = call_of(shares, reference)
 
 
-def masked_softmax(
-    x: Tensor, mask: Tensor | None, scale: float | None, cap: float | None, is_wide: bool, dtype: torch.dtype
-) -> Tensor:
-    """The group by its kernel, or by its ops where a program holds no custom ops."""
-    function = shares if backend.is_traced(x.device.type) else reference
-    return function(x, mask, scale, cap, is_wide, dtype)
-
-
-def _arguments(found: Match) -> Mapping[str, Any] | None:
-    """Arguments of the call; None unless a row of the last dim fits a program and the mask is untrained."""
+def _is_served(found: Match) -> bool:
+    """Whether a row of the last dim fits a program and the mask is untrained."""
     x = found["x"]
     mask = found.bound.get("mask")
-    bound = found.bound
-    about = type_of(x)
-    given = [n for n in (x, mask) if n is not None]
-    dtype = type_of(found.result).dtype
+    about, result = type_of(x), type_of(found.result)
     is_row = 0 < len(about.shape) <= 4 and found["DIM"] in (-1, len(about.shape) - 1)
-    is_served = is_row and are_alike(given) and dtype in FLOATS and about.shape[-1] <= MOST_COLUMNS
-    if (
-        not is_served
-        or type_of(found.result).shape != about.shape
-        or (mask is not None and type_of(mask).requires_grad)
-    ):
-        return None
-    return {
-        "x": x,
-        "mask": mask,
-        "scale": bound.get("SCALE"),
-        "cap": bound.get("CAP"),
-        "is_wide": found.pattern.variant["is_wide"],
-        "dtype": getattr(torch, dtype),
-    }
+    is_held = is_row and about.shape[-1] <= MOST_COLUMNS
+    are_floats = are_alike([n for n in (x, mask) if n is not None]) and result.dtype in FLOATS
+    is_trained = mask is not None and type_of(mask).requires_grad
+    return is_held and are_floats and result.shape == about.shape and not is_trained
 
 
 def _keeps(found: Match) -> list[Any]:
@@ -246,4 +214,12 @@ def _patterns() -> list[Pattern]:
     return sorted(found, key=lambda pattern: -len(pattern.steps))
 
 
-FAMILY = Family("masked_softmax", tuple(_patterns()), masked_softmax, reference, _arguments, _keeps)
+FAMILY = Family(
+    "masked_softmax",
+    tuple(_patterns()),
+    masked_softmax,
+    reference,
+    _is_served,
+    others=lambda found: {"dtype": type_of(found.result).torch_dtype},
+    keeps=_keeps,
+)

@@ -93,6 +93,11 @@ class Match:
         """The values that may be read from outside."""
         return [self.bound[name] for name in self.pattern.results]
 
+    @property
+    def named(self) -> Mapping[str, Any]:
+        """Values, constants by their names in small letters, and properties of the spelling."""
+        return {**self.pattern.variant, **{name.lower(): value for name, value in self.bound.items()}}
+
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,15 +10,16 @@ from torch import Tensor
 from autopar.graph.graph import type_of
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
+from autopar.kernels.custom_ops import backward_of, call_of, custom_op
 from autopar.kernels.family import Family, are_alike, through
 from autopar.kernels.patterns import Match, Pattern
 
 WARPS = 4
 _TILE = 512  # elements of a half that a program holds
 TURN = """
-straight{n} = mul(input=x{n}, other=cos)
-first{n} = narrow(input=x{n}, dim=DIM, start=0, length=HALF)
-second{n} = narrow(input=x{n}, dim=DIM, start=HALF, length=HALF)
+straight{n} = mul(input={x}, other=cos)
+first{n} = narrow(input={x}, dim=DIM, start=0, length=HALF)
+second{n} = narrow(input={x}, dim=DIM, start=HALF, length=HALF)
 back{n} = neg(input=second{n})
 turned{n} = cat(tensors=[back{n}, first{n}], dim=-1)
 across{n} = mul(input=turned{n}, other=sin)
@@ -98,7 +98,7 @@ def room_for(x: Tensor) -> Tensor:
     return room if room.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def launch(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, is_back: bool) -> tuple[Tensor, ...]:
+def launch(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, is_back: bool) -> tuple[Any, ...]:
     """Run the kernel on one or two tensors of (batch, heads, positions, width), whatever their strides."""
     ys = tuple(map(room_for, xs))
     batch, _, places, width = xs[0].shape
@@ -118,7 +118,11 @@ def launch(xs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, is_back: bool) -> t
     return ys
 
 
-@torch.library.custom_op("autopar::rotary", mutates_args=())
+def _laid_out_like(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return room_for(x)
+
+
+@custom_op("autopar::rotary", fake=_laid_out_like)
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each head of each position, rotated by its angles; laid out like `x`."""
     if backend.runs(x):
@@ -126,12 +130,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return room_for(x).copy_(reference(x, cos, sin))
 
 
-@rotated.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return room_for(x)
-
-
-@torch.library.custom_op("autopar::rotary_backward", mutates_args=())
+@backward_of(rotated, "x", fake=_laid_out_like)
 def rotated_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of the rotated tensor; laid out like `dy`."""
     if backend.runs(dy):
@@ -139,25 +138,7 @@ def rotated_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return room_for(dy).copy_(through(lambda x: reference(x, cos, sin), dy, dy)[0])
 
 
-@rotated_backward.register_fake
-def _(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return room_for(dy)
-
-
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-    return rotated_backward(dy, *ctx.saved_tensors), None, None
-
-
-rotated.register_autograd(_gradients, setup_context=_remember)
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The group by its kernel, or by its ops where a program holds no custom ops."""
-    return rotated(x, cos, sin) if backend.is_traced(x.device.type) else reference(x, cos, sin)
+rotary = call_of(rotated, reference)
 
 
 def are_served(found: Match, x: Any) -> bool:
@@ -171,9 +152,10 @@ def are_served(found: Match, x: Any) -> bool:
     return is_served and angles[1:] == (1, *shape[2:]) and angles[0] in (1, shape[0])
 
 
-def _arguments(found: Match) -> Mapping[str, Any] | None:
-    x = found["x"]
-    return {"x": x, "cos": found["cos"], "sin": found["sin"]} if are_served(found, x) else None
-
-
-FAMILY = Family("rotary", (Pattern.of(TURN.format(n="")),), rotary, reference, _arguments)
+FAMILY = Family(
+    "rotary",
+    (Pattern.of(TURN.format(x="x", n="")),),
+    rotary,
+    reference,
+    lambda found: are_served(found, found["x"]),
+)

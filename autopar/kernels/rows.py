@@ -11,6 +11,7 @@ write it, rounds a row to its dtype before the weight; ADDS is a sum with its no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -296,9 +297,16 @@ def normalised_rows(
     return sum_, y
 
 
+def fold(sums: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    """Add up the rows that programs of backward left, for the gradients of a weight and, if given, a bias."""
+    programs, columns = sums[0].shape
+    constants = {"MEANS": len(sums) > 1, "ROWS": FOLDED[0], "COLUMNS": FOLDED[1], "num_warps": WARPS}
+    fold_kernel[(-(-columns // FOLDED[1]),)](sums[0], sums[-1], to[0], to[-1], programs, columns, **constants)
+
+
 def gradients_of_rows(
     dy: Tensor, beside: Tensor | None, x: Tensor, weight: Tensor, eps: float, means: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+) -> tuple[Any, ...]:
     """The gradient of `x`, plus `beside` where given; and those of the weight and, with `means`, the bias.
 
     Each program sums some of the rows; the programs' sums are added up here, in a fixed order.
@@ -307,7 +315,7 @@ def gradients_of_rows(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = dx.numel() // columns
     if not rows:
-        return dx, tuple(torch.zeros_like(weight) for _ in range(1 + means))
+        return dx, *(torch.zeros_like(weight) for _ in range(1 + means))
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     ds = dy if beside is None else beside.contiguous()
     how = {"MEANS": means, "ADDS": beside is not None}
@@ -330,6 +338,5 @@ def gradients_of_rows(
         constants = {"MEANS": means, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
         weights_kernel[(blocks, programs)](dy, x, mean, root, dw, db, rows, columns, share, **constants)
     folded = [torch.empty_like(weight) for _ in parts]
-    constants = {"MEANS": means, "ROWS": FOLDED[0], "COLUMNS": FOLDED[1], "num_warps": WARPS}
-    fold_kernel[(-(-columns // FOLDED[1]),)](dw, db, folded[0], folded[-1], programs, columns, **constants)
-    return dx, tuple(folded)
+    fold(parts, folded)
+    return dx, *folded

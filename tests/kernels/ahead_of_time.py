@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from autopar.kernels import (
+    activations,
     adamw,
     bias_gelu,
     cross_entropy,
@@ -60,17 +61,17 @@ def variants(dtype, capability):
         yield rows.weights_kernel, constants, rows.WARPS, wide
         constants = {"MEANS": means, "ROWS": rows.FOLDED[0], "COLUMNS": rows.FOLDED[1]}
         yield rows.fold_kernel, constants, rows.WARPS, wide
-    for kind in range(len(gated.KINDS)):
-        how = {"KIND": kind, "IS_HALF": is_half, "BLOCK": gated.BLOCK}
-        yield gated.forward_kernel, how, gated.WARPS, ()
-        yield gated.backward_kernel, how, gated.WARPS, ()
+    block, warps = activations.BLOCK, activations.WARPS
+    for kind in range(len(activations.BY_OPS)):
+        how = {"KIND": kind, "IS_HALF": is_half, "BLOCK": block}
+        yield gated.forward_kernel, how, warps, ()
+        yield gated.backward_kernel, how, warps, ()
     for kind in (1, 2):  # 3 is the code of 2
         how = {"KIND": kind, "IS_HALF": is_half}
-        yield bias_gelu.forward_kernel, {**how, "BLOCK": bias_gelu.BLOCK}, bias_gelu.WARPS, ()
+        yield activations.forward_kernel, {**how, "BLOCK": block}, warps, ()
         tile = {**how, "ROWS": bias_gelu.ROWS, "COLUMNS": bias_gelu.COLUMNS, "STAGES": bias_gelu.STAGES}
-        yield bias_gelu.backward_kernel, tile, bias_gelu.WARPS, wide
-    yield gelu_tanh.forward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
-    yield gelu_tanh.backward_kernel, {"BLOCK": gelu_tanh.BLOCK}, gelu_tanh.WARPS, ()
+        yield bias_gelu.backward_kernel, tile, warps, wide
+    yield gelu_tanh.backward_kernel, {"BLOCK": block}, warps, ()
     for columns, (caps, masks) in itertools.product((1024, masked_softmax.MOST_COLUMNS), flags):
         tile = masked_softmax.held(columns, columns)
         how, warps = {"SCALES": True, "CAPS": caps}, tile.pop("num_warps")

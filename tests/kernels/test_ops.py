@@ -60,6 +60,16 @@ def test_forward_and_backward_are_one_node_each(name, as_ops):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_the_gradient_of_a_sum_passes_on_where_its_norm_is_not_read(name, as_ops):
+    case = CASES[name]
+    operands = case.operands(torch.float32)
+    sum_, _ = case.call(*operands)
+    gradient = torch.randn(sum_.shape)
+    *of_operands, of_weight = torch.autograd.grad(sum_, operands[:3], gradient, allow_unused=True)
+    assert all(torch.equal(one, gradient) for one in of_operands) and of_weight is None
+
+
 def total(made):
     """The sum of all results."""
     return sum(y.sum() for y in made) if isinstance(made, tuple) else made.sum()
