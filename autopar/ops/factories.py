@@ -61,7 +61,7 @@ op(
     counts=".*",
     keeps="",
     settle=with_dtype,
-    reach="from nothing",
+    reach="moved",
     sized=True,
 )
 op(
@@ -74,7 +74,7 @@ op(
     serves="*",
     keeps="",
     settle=with_dtype,
-    reach="from nothing",
+    reach="moved",
     sized=True,
 )
 op(
@@ -85,11 +85,11 @@ op(
     rule="... -> ...",
     keeps="",
     overwrites=True,
-    reach="from nothing",
+    reach="moved",
 )
 for name in ("zeros", "ones", "empty"):
     keeps = "" if name != "empty" else None
-    reach = "from nothing" if name != "empty" else ""
+    reach = "moved" if name != "empty" else ""
     op(
         name,
         getattr(torch, name),
@@ -120,6 +120,6 @@ op(
     spelled,
     keeps="",
     settle=with_dtype,
-    reach="from nothing",
+    reach="moved",
     sized=True,
 )

@@ -338,7 +338,7 @@ op(
     keeps="",
     free=True,
     same=True,
-    reach="expanded",
+    reach="moved",
     sized=True,
 )
 op(
@@ -355,7 +355,7 @@ op(
     free=True,
     same=True,
     moved=True,
-    reach="permuted",
+    reach="moved",
     inverse=inverses.transpose,
 )
 op(
@@ -368,10 +368,10 @@ op(
     free=True,
     same=True,
     moved=True,
-    reach="permuted",
+    reach="moved",
     inverse=inverses.permute,
 )
-op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True, same=True, reach="permuted", inverse=inverses.t)
+op("t", torch.t, "input:T", T.t, rule=transpose, keeps="", free=True, same=True, reach="moved", inverse=inverses.t)
 op(
     "contiguous",
     contiguous,
@@ -415,7 +415,7 @@ op(
     keeps="",
     free=True,
     moved=True,
-    reach="split",
+    reach="moved",
     sized=True,
     inverse=inverses.split,
 )
@@ -430,7 +430,7 @@ op(
     keeps="",
     free=True,
     moved=True,
-    reach="narrow",
+    reach="moved",
     sized=True,
     inverse=inverses.narrow,
 )
@@ -443,15 +443,15 @@ op(
     keeps="",
     free=True,
     moved=True,
-    reach="select",
+    reach="moved",
     sized=True,
     inverse=inverses.select,
 )
 op("unfold", unfold, "input:T, dimension, size, step", T.unfold, rule=unfold_rule)
 
 # together, and into one another
-op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="", reach="end to end")
-op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="", reach="end to end")
+op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="", reach="moved")
+op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="", reach="moved")
 op("copy", copy, "input:T, source:T", rule=copy_rule, keeps="")
 op(
     "slice_scatter",
@@ -461,7 +461,7 @@ op(
     T.slice_scatter,
     rule=put,
     keeps="",
-    reach="overwritten",
+    reach="moved",
     sized=True,
 )
 op(
@@ -472,12 +472,12 @@ op(
     T.select_scatter,
     rule=put,
     keeps="",
-    reach="overwritten",
+    reach="moved",
 )
 each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="", inverse=inverses.diagonal)
 each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1", rule=diagonal)
 each("diag_embed", "input:T, offset=0, dim1=-2, dim2=-1", rule=diag_embed)
-each("tril triu", "input:T, diagonal=0", rule=triangle, keeps="", reach="triangle")
+each("tril triu", "input:T, diagonal=0", rule=triangle, keeps="", reach="moved")
 
 each("view_as_real", "input:T", rule=as_real, keeps="")
 each("view_as_complex", "input:T", rule=as_complex, keeps="")
@@ -489,6 +489,6 @@ each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None", r
 each("rot90", "input:T, k=1, dims=[0, 1]", rule=rot90)
 each("roll", "input:T, shifts, dims=None", rule=along_and_linear, keeps="")
 op("flip", torch.flip, "input:T, dims", (T.flip, "input, *dims"), rule=along_and_linear, keeps="")
-op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="", moved=True, reach="pad")
+op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=ranges, keeps="", moved=True, reach="moved")
 op("im2col", F.unfold, "input:T, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
 op("col2im", F.fold, "input:T, output_size, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
