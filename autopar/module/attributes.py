@@ -16,12 +16,13 @@ import argparse
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from autopar.graph.idle import IdleHook
 from autopar.letters import NotServed
 from autopar.module.reads import Place, Reads, taking_down
 from autopar.tracer.contents import LASTING, MOST_ENTRIES, OF_TORCH, holder_of
@@ -46,6 +47,15 @@ class State(NamedTuple):
     forwards: list[tuple[type, Any]]  # The class of each module, and a forward of its own.
     parameters: list[tuple[Any, ...] | None]
     buffers: list[tuple[Any, ...] | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """State of the modules that a capture saw, on which its graph may depend."""
+
+    seen: State
+    unread: Unread = frozenset()  # places in that state of attributes that were not read
+    idle: tuple[IdleHook, ...] = ()  # hooks that run beside the program
 
 
 @contextlib.contextmanager
@@ -139,35 +149,36 @@ class Attributes:
         with taking_down(places, keys) as found:
             yield found
 
-    def unread(self, read: Reads) -> Unread:
-        """Places in a state of the watched attributes that are not among `read`."""
+    def sight(self, read: Reads, idle: tuple[IdleHook, ...] = ()) -> Sight:
+        """The present state, as seen by a capture that has read these attributes and no others."""
         found = set()
         self.asked |= {key for i, name, key in read if not name and key not in self.own[i]}
         for h, (place, keys) in enumerate(self.keys.items()):
             if self._are_noted(place):
                 found |= {(h, k) for k, key in enumerate(keys) if (*place, key) not in read}
-        return frozenset(found)
+        return Sight(self.now(), frozenset(found), idle)
 
     def _are_noted(self, place: Place) -> bool:
         module = self.modules[place[0]]
         return _can_be_noted(vars(module)[place[1]]) if place[1] else not _reads_by_itself(module)
 
-    def same_but(self, then: State, unread: Unread) -> bool:
-        """Whether the present state equals an earlier one, except for attributes that were not read."""
-        now = self.now()
-        return now[2:] == then[2:] and not any(True for _ in self._differences(then, unread))
+    def same_but(self, sight: Sight) -> bool:
+        """Whether the present state equals one that was seen, except for attributes that were not read."""
+        is_same = self.now()[2:] == sight.seen[2:]  # all but values and types of attributes
+        return is_same and not any(True for _ in self._differences(sight))
 
-    def changed(self, then: State, unread: Unread) -> list[str]:
+    def changed(self, sight: Sight) -> list[str]:
         """Text about each difference between the present state and an earlier one.
 
         Attributes that were not read are left out, and which parameters train.
         """
         mine = self.now()
+        then = sight.seen
         if mine.layout != then.layout:
             return ["attributes were added, or settings exchanged"]
         paths = [path for path, _ in self.modules[0].named_modules()]
         said = []
-        for (module, settings), key, value, before in self._differences(then, unread):
+        for (module, settings), key, value, before in self._differences(sight):
             name = ".".join(filter(None, (paths[module], settings, key)))
             said.append(f"{name} {_as_change(value, before)}")
         for i, path in enumerate(paths):
@@ -183,9 +194,10 @@ class Attributes:
             said.append("buffers were tied, untied or exchanged for others")
         return said
 
-    def _differences(self, then: State, unread: Unread) -> Iterator[tuple[Place, str, Any, Any]]:
+    def _differences(self, sight: Sight) -> Iterator[tuple[Place, str, Any, Any]]:
         """Watched attributes that differ from an earlier state of one layout: place, name, value now and then."""
         now = self.now()
+        then = sight.seen
         for h, (place, keys) in enumerate(self.keys.items()):
             if now.values[h] == then.values[h] and now.types[h] == then.types[h]:
                 continue
@@ -193,7 +205,7 @@ class Attributes:
                 value = now.values[h][k]
                 before = then.values[h][k]
                 is_other = now.types[h][k] is not then.types[h][k] or value != before
-                if is_other and (h, k) not in unread:
+                if is_other and (h, k) not in sight.unread:
                     yield place, key, value, before
 
     def _watch_all(self) -> None:

@@ -1,4 +1,4 @@
-"""What a value of Python holds that can change in place: entries of lists, dicts and sets, attributes of objects.
+"""Contents of Python values that can change in place: entries of lists, dicts and sets, attributes of objects.
 
 Both who watches what a capture reads of modules (`module/attributes.py`) and who finds what forward sets on them
 (`tracer/changes.py`) look into values by these functions and to these limits.
@@ -39,7 +39,7 @@ MOST_LEVELS = 3  # Deeper nesting is not looked into.
 
 
 def holder_of(value: Any) -> list[Any] | dict[Any, Any] | set[Any] | None:
-    """The list, dict or set that a value is, or the dict of an object's attributes; None where it has neither."""
+    """The list, dict or set that a value is, or the dict of its attributes; None where it has none."""
     if isinstance(value, (list, dict, set)):
         return value
     if isinstance(value, (*LASTING, nn.Module, Tensor, types.ModuleType)):
