@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.graph.nodes import TensorType
-from autopar.tracer.contents import (
-    MOST_ENTRIES,
-    MOST_LEVELS,
-    OF_TORCH,
-    PLAIN,
-    entries_of,
-    has_tensors,
-    holder_of,
-)
+from autopar.tracer.contents import MOST_ENTRIES, MOST_LEVELS, OF_TORCH, PLAIN, entries_of, has_tensors, holder_of
 from autopar.tracer.watched import unwatched
 
 if TYPE_CHECKING:
