@@ -14,23 +14,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import enum
-import functools
-import numbers
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
+from autopar.graph.idle import IdleHook
 from autopar.letters import NotServed
 from autopar.module.limits import LIMITS
 from autopar.module.reads import Place, Reads, taking_down
+from autopar.tracer.contents import LASTING, MOST_ENTRIES, OF_TORCH, holder_of
 
-State = tuple[Any, ...]
 Unread = frozenset[tuple[int, int]]
 Ties = dict[int, tuple[Any, ...]]  # id(tensor) -> the first place at which it stands
 
@@ -38,24 +35,27 @@ _IS_OF_PYTHON = 1 << 9  # flag of a class that is defined in Python
 _IS_IMMUTABLE = 1 << 8  # flag of a class whose attributes cannot be set
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 _GONE = object()
-_LASTING = (
-    numbers.Number,
-    str,
-    bytes,
-    frozenset,
-    torch.dtype,
-    torch.device,
-    enum.Enum,
-    type(None),  # none of these is changed in place
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    functools.partial,
-    type,
-)
-_OF_MODULES = frozenset(
-    (*vars(nn.Module()), "_autopar", "_compiled_call_impl")
-)  # hooks, modules and parameters are looked at by themselves
+
+
+class State(NamedTuple):
+    """The state of the modules at one moment, to be compared with that of another."""
+
+    values: list[list[Any]]  # Values of the watched attributes by place; the last of each repeats the first.
+    types: list[list[type]]
+    layout: int
+    hooks: list[tuple[Any, ...]]
+    forwards: list[tuple[type, Any]]  # The class of each module, and a forward of its own.
+    parameters: list[tuple[Any, ...] | None]
+    buffers: list[tuple[Any, ...] | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """State of the modules that a capture saw, on which its graph may depend."""
+
+    seen: State
+    unread: Unread = frozenset()  # places in that state of attributes that were not read
+    idle: tuple[IdleHook, ...] = ()  # hooks that run beside the program
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ class Attributes:
             return False
         self.counts = counts
         known = {(place[0], key) for place, of_one in self.keys.items() if not place[1] for key in of_one}
-        asked = self.asked - _OF_MODULES
+        asked = self.asked - OF_TORCH
         return any(key in asked and (i, key) not in known for i, own in enumerate(self.own) for key in own)
 
     def now(self) -> State:
@@ -149,61 +149,64 @@ class Attributes:
         with taking_down(places, keys) as found:
             yield found
 
-    def unread(self, read: Reads) -> Unread:
-        """Places in a state of the watched attributes that are not among `read`."""
+    def sight(self, read: Reads, idle: tuple[IdleHook, ...] = ()) -> Sight:
+        """The present state, as seen by a capture that has read these attributes and no others."""
         found = set()
         self.asked |= {key for i, name, key in read if not name and key not in self.own[i]}
         for h, (place, keys) in enumerate(self.keys.items()):
             if self._are_noted(place):
                 found |= {(h, k) for k, key in enumerate(keys) if (*place, key) not in read}
-        return frozenset(found)
+        return Sight(self.now(), frozenset(found), idle)
 
     def _are_noted(self, place: Place) -> bool:
         module = self.modules[place[0]]
         return _can_be_noted(vars(module)[place[1]]) if place[1] else not _reads_by_itself(module)
 
-    def same_but(self, then: State, unread: Unread) -> bool:
-        """Whether the present state equals an earlier one, except for attributes that were not read."""
-        now = self.now()
-        if now[2:] != then[2:]:
-            return False
-        for h, (mine, kinds, theirs, others) in enumerate(zip(now[0], now[1], then[0], then[1], strict=True)):
-            if mine == theirs and kinds == others:
-                continue
-            for k, (x, y, a, b) in enumerate(zip(mine, theirs, kinds, others, strict=True)):
-                differs = a is not b or x != y
-                if differs and (h, k) not in unread and k < len(mine) - 1:  # the last repeats the first
-                    return False
-        return True
+    def same_but(self, sight: Sight) -> bool:
+        """Whether the present state equals one that was seen, except for attributes that were not read."""
+        is_same = self.now()[2:] == sight.seen[2:]  # all but values and types of attributes
+        return is_same and not any(True for _ in self._differences(sight))
 
-    def changed(self, then: State, unread: Unread) -> list[str]:
+    def changed(self, sight: Sight) -> list[str]:
         """Text about each difference between the present state and an earlier one.
 
         Attributes that were not read are left out, and which parameters train.
         """
         mine = self.now()
-        if mine[2] != then[2]:
+        then = sight.seen
+        if mine.layout != then.layout:
             return ["attributes were added, or settings exchanged"]
         paths = [path for path, _ in self.modules[0].named_modules()]
         said = []
-        for h, ((module, settings), keys) in enumerate(self.keys.items()):
-            for k, key in enumerate(keys):
-                value, before = mine[0][h][k], then[0][h][k]
-                if (value != before or mine[1][h][k] is not then[1][h][k]) and (h, k) not in unread:
-                    name = ".".join(filter(None, (paths[module], settings, key)))
-                    said.append(f"{name} {_as_change(value, before)}")
+        for (module, settings), key, value, before in self._differences(sight):
+            name = ".".join(filter(None, (paths[module], settings, key)))
+            said.append(f"{name} {_as_change(value, before)}")
         for i, path in enumerate(paths):
-            hooks = [hook for hook in mine[3] if hook[0] == i]
-            if hooks != [hook for hook in then[3] if hook[0] == i]:
+            hooks = [hook for hook in mine.hooks if hook[0] == i]
+            if hooks != [hook for hook in then.hooks if hook[0] == i]:
                 said.append(f"hooks of {path or 'the model'} have changed")
-        if mine[4] != then[4]:
+        if mine.forwards != then.forwards:
             said.append("the class or forward of a module has changed")
-        held = [p and (p[0], p[2]) for p in mine[5]]
-        if held != [p and (p[0], p[2]) for p in then[5]]:
+        held = [p and (p[0], p[2]) for p in mine.parameters]
+        if held != [p and (p[0], p[2]) for p in then.parameters]:
             said.append("parameters were tied, untied, cast, added or removed")
-        if mine[6] != then[6]:
+        if mine.buffers != then.buffers:
             said.append("buffers were tied, untied or exchanged for others")
         return said
+
+    def _differences(self, sight: Sight) -> Iterator[tuple[Place, str, Any, Any]]:
+        """Watched attributes that differ from an earlier state of one layout: place, name, value now and then."""
+        now = self.now()
+        then = sight.seen
+        for h, (place, keys) in enumerate(self.keys.items()):
+            if now.values[h] == then.values[h] and now.types[h] == then.types[h]:
+                continue
+            for k, key in enumerate(keys):
+                value = now.values[h][k]
+                before = then.values[h][k]
+                is_other = now.types[h][k] is not then.types[h][k] or value != before
+                if is_other and (h, k) not in sight.unread:
+                    yield place, key, value, before
 
     def _watch_all(self) -> None:
         places: dict[int, Place] = {}  # once each: many modules hold one configuration
@@ -214,7 +217,7 @@ class Attributes:
 
     def _plain_keys(self, place: Place) -> list[str]:
         """Names of a module's or settings' attributes that are neither torch's own nor settings themselves."""
-        return [k for k, v in self._held(place).items() if k not in _OF_MODULES and not _are_settings(k, v)]
+        return [k for k, v in self._held(place).items() if k not in OF_TORCH and not _are_settings(k, v)]
 
     def _watch(self, keys: Mapping[Place, list[str]]) -> None:
         self.keys = {place: of_one for place, of_one in keys.items() if of_one}
@@ -253,7 +256,7 @@ class Attributes:
             for i, m in enumerate(self.modules)
             for name, b in m._buffers.items()
         ]
-        return (
+        return State(
             [_as_they_are(values, first, h) for h, values in enumerate(held)],
             [[*map(type, values)] for values in held],
             self.layout,
@@ -268,13 +271,13 @@ def _are_settings(name: str, value: Any) -> bool:
     """Whether an attribute holds settings: it is named `config`, or is a dataclass or namespace."""
     return (
         hasattr(value, "__dict__")
-        and not isinstance(value, (nn.Module, Tensor, *_LASTING))
+        and not isinstance(value, (nn.Module, Tensor, *LASTING))
         and (name == "config" or is_dataclass(value) or isinstance(value, (types.SimpleNamespace, argparse.Namespace)))
     )
 
 
 def _is_lasting(value: Any) -> bool:
-    return isinstance(value, _LASTING) or (isinstance(value, tuple) and all(map(_is_lasting, value)))
+    return isinstance(value, LASTING) or (isinstance(value, tuple) and all(map(_is_lasting, value)))
 
 
 def _as_they_are(values: tuple[Any, ...], first: Ties, at: int) -> list[Any]:
@@ -291,20 +294,19 @@ def _as_it_is(value: Any, first: Ties, at: tuple[Any, ...]) -> Any:
     A list or dict gives its content; a tensor its type and the place where it stands first, as its values are read in
     every call; another object its identity, and the numbers and strings that it holds.
     """
-    if isinstance(value, dict) and len(value) <= LIMITS.entries:
-        return [*value], [_as_it_is(v, first, (*at, k)) for k, v in value.items()]
-    if isinstance(value, (list, set)) and len(value) <= LIMITS.entries:
-        return type(value), [_as_it_is(v, first, (*at, k)) for k, v in enumerate(value)]
     if isinstance(value, Tensor):
         return first.setdefault(id(value), at), value.shape, value.dtype, value.requires_grad
     if isinstance(value, tuple):
         return tuple(_as_it_is(v, first, (*at, k)) for k, v in enumerate(value))
     if _is_lasting(value):
         return value
-    inside = getattr(value, "__dict__", None)
-    if not isinstance(inside, dict) or isinstance(value, nn.Module) or len(inside) > LIMITS.entries:
+    holder = holder_of(value)
+    if holder is None or len(holder) > MOST_ENTRIES:
         return _Itself(value)
-    return _Itself(value), [(k, type(v), v if _is_lasting(v) else _Itself(v)) for k, v in [*inside.items()]]
+    entries = holder.items() if isinstance(holder, dict) else enumerate(holder)
+    if holder is value:
+        return type(value), [(k, _as_it_is(v, first, (*at, k))) for k, v in entries]
+    return _Itself(value), [(k, type(v), v if _is_lasting(v) else _Itself(v)) for k, v in [*entries]]
 
 
 def _as_change(value: Any, before: Any) -> str:

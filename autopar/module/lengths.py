@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.codegen.local_inputs import least_and_most
 from autopar.letters import Disagreement, NotServed
+from autopar.module.attributes import Sight
 from autopar.module.padding import (
     Bucket,
     Kind,
@@ -25,7 +26,6 @@ from autopar.module.padding import (
 )
 from autopar.module.reach import check_reach
 from autopar.module.runner import Runner
-from autopar.module.situation import Sight
 from autopar.module.state import ModelState, SituatedProgram
 from autopar.module.waiting import Waiting
 from autopar.runtime.agreement import agree
@@ -55,13 +55,12 @@ def padded(
     bucket = padding.bucket(least, most, how)
     if not bucket.moved:
         return leaves, None
-    is_known = bucket.key in padding.known and not bucket.is_ambiguous
-    if not is_known or not caller.attributes.same_but(bucket.kind.seen, bucket.kind.unread):
+    sight = bucket.kind.sight
+    if sight is None or bucket.is_ambiguous or not caller.attributes.same_but(sight):
         agree((name, bucket.key), f"calls {name} with lengths that it has not padded before")
         with unwatched(), caller.attributes.reads() as read:
             kind = _tried(state, model, named, structure, bucket)
-        seen = caller.attributes.now()
-        padding.known[bucket.key] = replace(kind, seen=seen, unread=caller.attributes.unread(read))
+        padding.known[bucket.key] = replace(kind, sight=caller.attributes.sight(read))
     bucket.kind = padding.known[bucket.key]
     return filled(named, bucket.shapes, bucket.kind.fills), bucket
 

@@ -28,7 +28,6 @@ class Limits:
     programs: int = 16  # programs that a model keeps; the one that was not called for longest is dropped first
     checked_calls: int = 2  # first calls of a program, in which ranks compare what they pass
     states: int = 16  # states of attributes that are remembered; one that comes back later counts as new
-    entries: int = 256  # entries of a list or dict that is watched: each call looks at it, and longer ones are tables
     noise: float = 1e-2  # share of all gradients under which one is rounding, such as that of a key's bias
     named: int = 4  # modules or parameters that a text names
     watch: WatchLimits = WatchLimits()

@@ -6,7 +6,7 @@ A call goes through these stages:
                 the longest of all ranks
     filled      with 0: ids, masks, numbers; targets of a cross entropy with the index that it ignores
     cut         outputs, where they follow a length
-    reached     what an output could see of the padding, op by op, whatever is in a batch (`reach.py`): the first op
+    reached     what an output could see of the padding, op by op, whatever is in a batch (`reach/`): the first op
                 that mixes padding with the rest is refused by a letter
     tried       the first call of a kind also runs unpadded, and with more padding than any later call, and must give
                 the same outputs and gradients: this finds infinities in backward, and what the analysis assumed
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from autopar.graph import walks
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import NotServed
+from autopar.module.attributes import Sight
 from autopar.module.limits import LIMITS
 from autopar.ops.entry import facts_of
 
@@ -56,8 +57,7 @@ class Kind:
 
     fills: Mapping[str, float]
     cuts: tuple[Follows, ...]
-    seen: Any = None  # state of the modules when it was tried
-    unread: frozenset[tuple[int, int]] = frozenset()  # attributes in that state that were not read
+    sight: Sight | None = None  # state of the modules when it was tried
 
 
 @dataclass(slots=True, eq=False)

@@ -15,13 +15,13 @@ from autopar.codegen.lower import Lowered
 from autopar.graph.calls import Call
 from autopar.graph.held import plain_tensors
 from autopar.letters import NotServed
+from autopar.module.attributes import Sight
 from autopar.module.checkpoint import teach_dtensor, whole_state
 from autopar.module.optimizers import refuse_steps_on
 from autopar.module.padding import Padding
 from autopar.module.parallel import ParallelModule
 from autopar.module.reads import Reads
 from autopar.module.runner import How, Setup
-from autopar.module.situation import Sight
 from autopar.module.state import ModelState, Replan
 from autopar.module.values import Source, store
 from autopar.module.waiting import let_optimizers_know
@@ -61,8 +61,8 @@ def parallelise(
     with torch.enable_grad():
         attributes = state.caller.attributes
         situation = state.caller.situation(leaves, structure)
-        unread = frozenset() if read is None else attributes.unread(read)
-        sight = Sight(attributes.now(), unread, lowered.graph.idle)
+        idle = lowered.graph.idle
+        sight = Sight(attributes.now(), idle=idle) if read is None else attributes.sight(read, idle)
         state.last = state.keep(situation, True, lowered, sight)
     if how.passes_rows:
         state.passes_parts()

@@ -13,7 +13,8 @@ from torch import nn
 from autopar.graph.calls import Call
 from autopar.graph.graph import Graph
 from autopar.letters import NotServed
-from autopar.module.situation import Sight, Situation
+from autopar.module.attributes import Sight
+from autopar.module.situation import Situation
 from autopar.solver.plan import Plan
 
 if TYPE_CHECKING:
@@ -84,4 +85,4 @@ def _captured(state: ModelState, model: nn.Module, call: Call, grad: bool) -> tu
     with attributes.reads() as read, state.as_before(model), torch.inference_mode(False), torch.enable_grad():
         # the graph is also that of a later call with gradients
         graph, plan = state.replan(model, call, state.first.plan, keeps_dropout=True, has_gradients=grad)
-    return graph, plan, Sight(attributes.now(), attributes.unread(read), graph.idle)
+    return graph, plan, attributes.sight(read, graph.idle)

@@ -21,9 +21,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import Call, learn_dataclasses
 from autopar.graph.graph import Graph
-from autopar.graph.idle import IdleHook
 from autopar.letters import BadInput
-from autopar.module.attributes import Attributes, State, Unread
+from autopar.module.attributes import Attributes, Sight
 from autopar.module.limits import LIMITS
 
 _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.Enum, type(None))
@@ -59,15 +58,6 @@ class Situation:
         # a set is pickled in an order of its own
         leaves = [(leaf[0], None) if isinstance(leaf[1], bytes) else leaf for leaf in self.leaves]
         return leaves, self.structure, self.modes, self.trained, self.autocast
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sight:
-    """State of the modules that a capture saw, on which its graph may depend."""
-
-    seen: State  # state of the modules
-    unread: Unread = frozenset()  # attributes in that state that were not read
-    idle: tuple[IdleHook, ...] = ()  # hooks that run beside the program
 
 
 def _as_text(leaf: Any) -> str:
@@ -170,7 +160,7 @@ class Caller:
         if now.autocast != before.autocast:
             kinds = [f"{str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in now.autocast]
             said["autocast"] = ", ".join(kinds) or "off"
-        if now.said != before.said and (changed := self.attributes.changed(sight.seen, sight.unread)):
+        if now.said != before.said and (changed := self.attributes.changed(sight)):
             said["attributes or hooks of modules"] = _some(changed)
         return said
 

@@ -16,12 +16,12 @@ from autopar.codegen.lower import Lowered, lower
 from autopar.graph.calls import Call
 from autopar.graph.graph import Graph, changing_buffers
 from autopar.graph.held import Registered
-from autopar.module.attributes import Attributes
+from autopar.module.attributes import Attributes, Sight
 from autopar.module.limits import LIMITS
 from autopar.module.padding import Padding
 from autopar.module.relowering import lower_again
 from autopar.module.runner import Runner, Setup
-from autopar.module.situation import Caller, Sight, Situation
+from autopar.module.situation import Caller, Situation
 from autopar.module.turn_runner import runner_of
 from autopar.module.waiting import Waiting
 from autopar.module.wrapper_guards import watch_parts
@@ -131,8 +131,7 @@ class ModelState:
     def fits(self, program: SituatedProgram, situation: Situation) -> bool:
         """Whether a program was made for this situation, or one that differs only in unread attributes."""
         return program.situation == situation or (
-            program.situation.but_for(situation.said) == situation
-            and self.caller.attributes.same_but(program.sight.seen, program.sight.unread)
+            program.situation.but_for(situation.said) == situation and self.caller.attributes.same_but(program.sight)
         )
 
     def of_all(self, leaves: list[Any], structure: Any) -> tuple[list[Any], Collection[str]]:

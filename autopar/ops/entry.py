@@ -196,7 +196,7 @@ class Facts:
     # Completes arguments that a call leaves to torch.
     settle: Callable[[Op, dict[str, Any], Any], tuple[Op, dict[str, Any]]] | None = None
     counts: str = ""  # the pattern of factors along which its local form counts positions
-    # Key of `module/reach/transfers.py`: how padding passes through, where the rule does not say all.
+    # Key of `TRANSFERS` in `module/reach/check.py`: how padding passes through, where the rule does not say all.
     reach: str = ""
     sized: bool = False  # arguments may be sizes that follow the length of an input
     neutral: float | None = None  # a reduction's neutral element

@@ -56,7 +56,7 @@ op(
     counts=".*",
     keeps="",
     settle=with_dtype,
-    reach="from nothing",
+    reach="moved",
     sized=True,
 )
 op(
@@ -69,7 +69,7 @@ op(
     serves="*",
     keeps="",
     settle=with_dtype,
-    reach="from nothing",
+    reach="moved",
     sized=True,
 )
 op(
@@ -80,11 +80,11 @@ op(
     rule="... -> ...",
     keeps="",
     overwrites=True,
-    reach="from nothing",
+    reach="moved",
 )
 for name in ("zeros", "ones", "empty"):
     keeps = "" if name != "empty" else None
-    reach = "from nothing" if name != "empty" else ""
+    reach = "moved" if name != "empty" else ""
     op(
         name,
         getattr(torch, name),
@@ -114,6 +114,6 @@ op(
     (torch.tensor, "data, *, dtype=None, **how"),
     keeps="",
     settle=with_dtype,
-    reach="from nothing",
+    reach="moved",
     sized=True,
 )

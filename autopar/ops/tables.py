@@ -335,7 +335,7 @@ op(
     T.__getitem__,
     rule=index_rule,
     keeps="index",
-    reach="looked up",
+    reach="moved",
     inverse=inverses.index,
 )
 op("setitem", setitem, "input:T, index:T, value:T", T.__setitem__, rule=setitem_rule, keeps="index")

@@ -227,7 +227,7 @@ def bits_as(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> An
 
 
 VIEW: dict[str, Any] = dict(keeps="", free=True, moved=True)
-PERMUTED: dict[str, Any] = dict(rule=transpose, same=True, reach="permuted")
+PERMUTED: dict[str, Any] = dict(rule=transpose, same=True, reach="moved")
 op(
     "view",
     view,
@@ -253,7 +253,7 @@ op(
     keeps="",
     free=True,
     same=True,
-    reach="expanded",
+    reach="moved",
     sized=True,
 )
 each("transpose", "input:T, dim0, dim1", inverse=inverses.transpose, **PERMUTED, **VIEW)
@@ -288,7 +288,7 @@ op(
     (T.split, torch.split, T.chunk, torch.chunk, "input, sections, dim=0"),
     (torch.unsafe_split, torch.unsafe_chunk, torch.split_with_sizes, T.split_with_sizes, "input, sections, dim=0"),
     rule=split_rule,
-    reach="split",
+    reach="moved",
     sized=True,
     inverse=inverses.split,
     **VIEW,
@@ -301,7 +301,7 @@ op(
     T.narrow,
     torch.narrow,
     rule=resized(linear="x"),  # a range of all of it too: its length is a number in the program
-    reach="narrow",
+    reach="moved",
     sized=True,
     inverse=inverses.narrow,
     **VIEW,
@@ -310,7 +310,7 @@ each(
     "select",
     "input:T, dim, index",
     rule=removed(linear="x"),
-    reach="select",
+    reach="moved",
     sized=True,
     inverse=inverses.select,
     **VIEW,
@@ -318,9 +318,9 @@ each(
 op("unfold", unfold, "input:T, dimension, size, step", T.unfold, rule=unfold_rule)
 
 # together, and into one another
-PUT: dict[str, Any] = dict(rule=put, keeps="", reach="overwritten")
-op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="", reach="end to end")
-op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="", reach="end to end")
+PUT: dict[str, Any] = dict(rule=put, keeps="", reach="moved")
+op("cat", torch.cat, "tensors:T, dim=0", torch.concat, torch.concatenate, rule=cat, keeps="", reach="moved")
+op("stack", torch.stack, "tensors:T, dim=0", rule=stack, keeps="", reach="moved")
 op("copy", copy, "input:T, source:T", rule=copy_rule, keeps="")
 op(
     "slice_scatter",
@@ -336,7 +336,7 @@ each("diagonal", "input:T, offset=0, dim1=0, dim2=1", rule=diagonal, keeps="", i
 each("diagonal_scatter", "input:T, src:T, offset=0, dim1=0, dim2=1", rule=diagonal)
 each("diag_embed", "input:T, offset=0, dim1=-2, dim2=-1", rule=diag_embed)
 # the last two dims say which entries of a matrix are kept
-each("tril triu", "input:T, diagonal=0", rule=along((-2, -1), linear="x"), keeps="", reach="triangle")
+each("tril triu", "input:T, diagonal=0", rule=along((-2, -1), linear="x"), keeps="", reach="moved")
 
 each("view_as_real", "input:T", rule="... -> ... parts!", linear="x", keeps="")
 each("view_as_complex", "input:T", rule="... parts! -> ...", linear="x", keeps="")
@@ -348,6 +348,6 @@ each("repeat_interleave", "input:T, repeats:T, dim=None, *, output_size=None", r
 each("rot90", "input:T, k=1, dims=(0, 1)", rule=rot90)
 each("roll", "input:T, shifts, dims=None", rule=along(linear="x"), keeps="")
 op("flip", torch.flip, "input:T, dims", (T.flip, "input, *dims"), rule=along(linear="x"), keeps="")
-op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=pad_rule, keeps="", moved=True, reach="pad")
+op("pad", F.pad, "input:T, pad, mode='constant', value=None", rule=pad_rule, keeps="", moved=True, reach="moved")
 op("im2col", F.unfold, "input:T, kernel_size, dilation=1, padding=0, stride=1", rule=columns)
 op("col2im", F.fold, "input:T, output_size, kernel_size, dilation=1, padding=0, stride=1", rule=columns)

@@ -5,7 +5,6 @@ What else it leaves is listed; whether the next call reads it, `left.py` finds o
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,16 +13,15 @@ import torch
 from torch import Tensor
 
 from autopar.graph.nodes import TensorType
+from autopar.tracer.contents import MOST_ENTRIES, MOST_LEVELS, OF_TORCH, PLAIN, entries_of, has_tensors, holder_of
 from autopar.tracer.watched import unwatched
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
-_OF_TORCH = frozenset((*vars(torch.nn.Module()), "_compiled_call_impl"))  # attributes that are torch's own
-_NOT_PUT_BACK = _OF_TORCH - {"_buffers", "_parameters"}
-_PLAIN = (bool, int, float, str, type(None))
+# What is put back by other means, or is not of the model itself.
+_NOT_PUT_BACK = OF_TORCH - {"_buffers", "_parameters", "_autopar"}
 _NOTHING = object()
-_DEEP, _LONG = 3, 256  # Longer lists and deeper nesting are not looked into.
 
 
 class Left(NamedTuple):
@@ -37,7 +35,7 @@ class Left(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it is a number, flag or word."""
-        return isinstance(self.value, _PLAIN)
+        return isinstance(self.value, PLAIN)
 
     @property
     def is_tensor(self) -> bool:
@@ -56,7 +54,7 @@ class _Held:
     content: Any
 
     def has_changed(self) -> bool:
-        now, before = _entries(self.holder), _entries(self.content)
+        now, before = entries_of(self.holder), entries_of(self.content)
         return now.keys() != before.keys() or any(now[key] is not before[key] for key in now)
 
     def restore(self) -> None:
@@ -189,7 +187,7 @@ class Changes:
         """Note what forward has set under a path, which is an update where it is to be kept."""
         name = state.full(*path)
         is_tensor = isinstance(value, Tensor) and self.recorder.values.node(value) is not None
-        said = TensorType.of(value) if is_tensor else UNKNOWN if _has_tensors(value) else value
+        said = TensorType.of(value) if is_tensor else UNKNOWN if has_tensors(value) else value
         self.left.append(Left(state.module, path, name, said))
         if name not in self.keeps:
             attribute = ".".join(map(str, path))
@@ -201,14 +199,14 @@ class Changes:
 
 def _set_on(state: ModuleState) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Values that differ from an earlier state of a module, with their paths."""
-    now = {key: value for key, value in vars(state.module).items() if key not in _OF_TORCH}
+    now = {key: value for key, value in vars(state.module).items() if key not in OF_TORCH}
     for key, value in _differences(now, state.attributes):
         yield (key,), value
     for one in state.held:
-        if one.path[0] in _OF_TORCH:
+        if one.path[0] in OF_TORCH:
             continue
-        before = _entries(one.content)
-        entries = _entries(one.holder)
+        before = entries_of(one.content)
+        entries = entries_of(one.holder)
         if not isinstance(one.holder, set):
             for key, value in _differences(entries, before):
                 yield (*one.path, key), value
@@ -220,46 +218,20 @@ def _differences(now: dict[Any, Any], before: dict[Any, Any]) -> Iterator[tuple[
     for key, new in now.items():
         value = unwatched(new)
         old = unwatched(before.get(key, _NOTHING))
-        if value is not old and not (type(value) is type(old) and isinstance(value, _PLAIN) and value == old):
+        if value is not old and not (type(value) is type(old) and isinstance(value, PLAIN) and value == old):
             yield key, value
 
 
 def _held_in(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[_Held]:
     """The lists, dicts, sets and plain objects in an attribute, each once."""
-    holder = value if isinstance(value, (list, dict, set)) else dict_of(value)
-    is_other = isinstance(value, (*_PLAIN, torch.nn.Module, Tensor, type, types.ModuleType, types.FunctionType))
-    if is_other or not isinstance(holder, (list, dict, set)) or id(holder) in seen:
+    holder = holder_of(value)
+    if holder is None or id(holder) in seen:
         return
-    if len(path) > 1 and (len(path) > _DEEP or len(holder) > _LONG):
+    if len(path) > 1 and (len(path) > MOST_LEVELS or len(holder) > MOST_ENTRIES):
         return
     seen.add(id(holder))
     yield _Held(path, holder, holder.copy())
-    if path[0] in _OF_TORCH or isinstance(holder, set) or len(holder) > _LONG:
+    if path[0] in OF_TORCH or isinstance(holder, set) or len(holder) > MOST_ENTRIES:
         return
-    for key, entry in _entries(holder).items():
+    for key, entry in entries_of(holder).items():
         yield from _held_in(entry, (*path, key), seen)
-
-
-def dict_of(value: Any) -> Any:
-    """The attributes of an object, unseen by whoever notes what is read of it; None where it has no dict."""
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-
-
-def _has_tensors(value: Any, depth: int = _DEEP) -> bool:
-    """Whether a value is a tensor, or holds one in lists, dicts or objects of a few levels."""
-    if isinstance(value, (Tensor, torch.nn.Module)) or depth < 0:
-        return True
-    if isinstance(value, (*_PLAIN, type, types.ModuleType, types.FunctionType)):
-        return False
-    inside = value if isinstance(value, (list, tuple, dict, set)) else dict_of(value) or ()
-    return any(_has_tensors(one, depth - 1) for one in (inside.values() if isinstance(inside, dict) else inside))
-
-
-def _entries(holder: Any) -> dict[Any, Any]:
-    """The entries of a list, dict or set by what they stand under."""
-    if isinstance(holder, dict):
-        return holder
-    return dict(enumerate(holder)) if isinstance(holder, list) else dict.fromkeys(holder, True)

@@ -23,7 +23,8 @@ from torch import Tensor
 from autopar.graph.graph import Graph, info
 from autopar.graph.kept import NotKept
 from autopar.letters import NotCaptured
-from autopar.tracer.changes import UNKNOWN, Left, dict_of, states_of
+from autopar.tracer.changes import UNKNOWN, Left, states_of
+from autopar.tracer.contents import dict_of
 from autopar.tracer.place import defined
 from autopar.tracer.watched import watched
 

@@ -461,6 +461,9 @@ SERVED = {
     ],
     "a token in front": lambda s, x, mask, y: torch.cat([s.table(torch.zeros(x.shape[0], 1, dtype=torch.long)), x], 1),
     "rows and positions in one dim": lambda s, x, mask, y: s.f(x.flatten(0, 1)).relu().view(x.shape),
+    "the first rows of rows and positions in one dim": lambda s, x, mask, y: s.f(x.flatten(0, 1))[:2],
+    "what is put behind the last, as padding is": lambda s, x, mask, y: F.pad(masked(x, mask)[:, 1:], (0, 0, 0, 1)),
+    "more of the first position": lambda s, x, mask, y: F.pad(x.transpose(1, 2), (1, 0), mode="replicate"),
     "any that is hidden": lambda s, x, mask, y: s.f(x[:, 0]) * (mask * y.clamp(min=0)).sum(1, keepdim=True),
 }
 REFUSED = {
@@ -484,6 +487,8 @@ REFUSED = {
     ),
     "a convolution": (lambda s, x, mask, y: s.conv(s.f(x).transpose(1, 2)), "conv1d"),
     "the last": (lambda s, x, mask, y: s.f(x)[:, -1], "select|narrow|index"),
+    "the seventh from the end, by a known index": (lambda s, x, mask, y: s.f(x)[:, torch.tensor([-7])], "index"),
+    "the length as a constant": (lambda s, x, mask, y: x * torch.full((1,), 1.0 * x.shape[1], dtype=x.dtype), "full"),
     "the wrong way round": (lambda s, x, mask, y: s.f(x).flip(1), "flip"),
     "a token behind": (
         lambda s, x, mask, y: torch.cat([s.f(x), s.table(torch.zeros(x.shape[0], 1, dtype=torch.long))], 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,11 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name
 from autopar.letters import Letter, NotServed
+from autopar.module.reach.by_rule import by_rule
+from autopar.module.reach.moves import moved, view
+from autopar.module.reach.numbers import where
 from autopar.module.reach.pairs import OpPair, same_words, type_of_output
-from autopar.module.reach.transfers import transfer_of
+from autopar.module.reach.rows import attention, loss_of_classes, running, softmax
 from autopar.module.reach.values import Reach, Unclear, exact_shape, given_value, is_padded, is_plain, number, unknown
 from autopar.ops.entry import Op, facts_of
 
@@ -20,6 +23,18 @@ _ADVICE = (
     "maximum, the sum of the mask in place of the length, targets of -100; "
     "all from a mask among the inputs whose 0 means hidden; or pad_to=None"
 )
+
+# Functions that carry reach through an op, by the `reach` of its entry.
+TRANSFERS: dict[str, Callable[[OpPair], Reach | list[Reach]]] = {
+    "": by_rule,
+    "moved": moved,
+    "view": view,
+    "choice": where,
+    "softmax": softmax,
+    "running": running,
+    "classes": loss_of_classes,
+    "attention": attention,
+}
 
 
 def check_reach(exact: Graph, longer: Graph, fills: Mapping[str, float]) -> None:
@@ -111,7 +126,7 @@ def _transferred(pair: OpPair) -> list[Reach]:
         raise Unclear
     if not facts_of(op.name).sized and not same_words(pair.exact, pair.node):
         raise Unclear
-    found = transfer_of(op.name)(pair)
+    found = TRANSFERS[facts_of(op.name).reach](pair)
     found = found if isinstance(found, list) else [found]
     shapes = [(exact_shape(r), tuple(r.shape)) for r in found]
     if shapes != [(e.shape, n.shape) for e, n in zip(info(pair.exact).outputs, info(pair.node).outputs, strict=True)]:

@@ -1,35 +1,27 @@
-"""Reach of elementwise ops, and of values made of sizes: each element depends on those at its place."""
+"""Reach of elementwise ops whose results some operands decide alone: a product with zero, a branch that is known."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
-from autopar.graph.graph import info, op_name, type_of
+from autopar.graph.graph import op_name
 from autopar.module.reach.pairs import OpPair, type_of_output
-from autopar.module.reach.values import LOW, MOST, Reach, Unclear, all_of, any_of, is_plain, lined_up, need, reach_of
+from autopar.module.reach.values import LOW, Reach, any_of, lined_up, need, reach_of
 
 
-def pointwise(pair: OpPair) -> Reach:
-    """The reach of an elementwise op; products with known zeros, and sums that hide scores, are known."""
-    present = [r for r in pair.operands if r is not None]
-    dims, lined = lined_up(present)
-    pad = any_of([r.pad for r in lined])
-    known = all_of([r.known for r in lined])
-    if info(pair.node).random >= 0:
-        known = torch.zeros_like(known)
-    value = torch.zeros((1,) * len(dims), dtype=type_of_output(pair, 0))
-    if bool(known.any()):
-        places = [n for n in pair.node.target.operands(pair.kwargs) if isinstance(n, fx.Node)]
-        try:
-            value = pair.run({n: pair.reaches[n].value for n in places})
-        except RuntimeError:  # a division by what is not known
-            known = torch.zeros_like(known)
-        value = value.reshape((1,) * (len(dims) - value.dim()) + value.shape)
+def absorbed(pair: OpPair, reach: Reach) -> Reach:
+    """The reach of an op, with what is known of a result where only one operand is known.
+
+    Products with known zeros are known, and sums with known -inf that hide scores.
+    """
     name = op_name(pair.node)
+    if name not in ("mul", "bitwise_and", "logical_and", "bitwise_or", "logical_or", "div", "add", "sub"):
+        return reach
+    _, lined = lined_up([r for r in pair.operands if r is not None])
+    known, value = reach.known, reach.value
     if name in ("mul", "bitwise_and", "logical_and"):
         known, value = _set(known, value, any_of([r.is_(0) for r in lined]), 0)
     elif name in ("bitwise_or", "logical_or") and value.dtype == torch.bool:
@@ -41,8 +33,8 @@ def pointwise(pair: OpPair) -> Reach:
         if name == "sub" and other.dtype != torch.bool:
             other = -other
         hidden = (lined[0].known & (lined[0].value <= LOW)) | (lined[1].known & (other <= LOW))
-        known, value = _set(known, value, hidden & pad, -math.inf)
-    return reach_of(dims, pad, known, value)
+        known, value = _set(known, value, hidden & reach.pad, -math.inf)
+    return reach_of(reach.dims, reach.pad, known, value)
 
 
 def _set(known: Tensor, value: Tensor, where: Tensor, what: float) -> tuple[Tensor, Tensor]:
@@ -58,43 +50,3 @@ def where(pair: OpPair) -> Reach:
     known = condition.known & torch.where(chosen, one.known, other.known)
     value = torch.where(chosen, one.value, other.value).to(type_of_output(pair, 0))
     return reach_of(dims, pad, known, value)
-
-
-def triangle(pair: OpPair) -> Reach:
-    """The reach of tril and triu: elements outside the triangle are known zeros."""
-    given = need(pair.of("input"))
-    if not all(is_plain(f) for f in given.dims[-2:]):
-        raise Unclear
-    stays = getattr(torch, op_name(pair.node))(
-        torch.ones(given.shape[-2:], dtype=torch.bool), pair.kwargs.get("diagonal", 0)
-    )
-    return reach_of(
-        given.dims,
-        given.pad,
-        given.known | ~stays,
-        torch.where(stays, given.value, torch.zeros((), dtype=given.value.dtype)),
-    )
-
-
-def from_nothing(pair: OpPair) -> Reach:
-    """The reach of a value made of sizes alone: it is known, and must begin alike in both programs."""
-
-    def made(node: fx.Node) -> Tensor:
-        kwargs = fx.map_arg(
-            dict(node.kwargs), lambda n: torch.empty((), dtype=type_of(n).torch_dtype).expand(type_of(n).shape)
-        )
-        found = node.target.run(kwargs)
-        return found if isinstance(found, Tensor) else torch.as_tensor(found)
-
-    if math.prod(type_of(pair.node).shape) > MOST:
-        raise Unclear
-    here = made(pair.exact)
-    longer = made(pair.node)
-    dims = pair.dims()
-    shared = longer
-    for d, n in enumerate(here.shape):
-        shared = shared.narrow(d, 0, n)
-    differs = shared != here
-    pad = torch.zeros(longer.shape, dtype=torch.bool)
-    pad[tuple(slice(0, n) for n in here.shape)] = differs
-    return reach_of(dims, pad, torch.ones((1,) * longer.dim(), dtype=torch.bool), longer)

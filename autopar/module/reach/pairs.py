@@ -40,9 +40,19 @@ class OpPair:
         here, longer = (info(n).outputs[i].shape for n in (self.exact, self.node))
         return tuple(tidy(((e, n),)) for e, n in zip(here, longer, strict=True))
 
-    def run(self, values: Mapping[fx.Node, Tensor]) -> Any:
-        """Compute the op of the longer program on these values."""
-        return self.node.target.run(fx.map_arg(dict(self.node.kwargs), lambda n: values[n]))
+    def run(self, values: Mapping[fx.Node, Tensor]) -> list[Tensor]:
+        """The outputs of the op of the longer program on these values."""
+        return _outputs(self.node, values)
+
+    def run_exact(self, values: Mapping[fx.Node, Tensor]) -> list[Tensor]:
+        """The outputs of the op of the unpadded program on these values for operands of the longer one."""
+        mine = zip(self.exact.all_input_nodes, self.node.all_input_nodes, strict=True)
+        return _outputs(self.exact, {n: values[other] for n, other in mine})
+
+
+def _outputs(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> list[Tensor]:
+    found = node.target.run(fx.map_arg(dict(node.kwargs), lambda n: values[n]))
+    return [torch.as_tensor(t) for t in (found if isinstance(found, (tuple, list)) else (found,))]
 
 
 def type_of_output(pair: OpPair, i: int) -> torch.dtype:

@@ -1,43 +1,16 @@
-"""Reach of ops along a dim: reductions, softmax, running sums, losses over classes and attention."""
+"""Reach of ops along a dim that hide what is known: softmax, running sums, losses over classes and attention."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from autopar.graph.graph import op_name
+from autopar.module.reach.by_rule import by_rule
 from autopar.module.reach.pairs import OpPair, type_of_output
 from autopar.module.reach.values import LOW, Reach, Unclear, is_padded, is_plain, lined_up, need, reach_of, unknown
-from autopar.ops.entry import facts_of
-
-
-def _dims_of(pair: OpPair, rank: int) -> tuple[int, ...]:
-    dim = pair.kwargs.get("dim")
-    named = range(rank) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
-    return tuple(sorted({int(d) % max(rank, 1) for d in named}))
-
-
-def reduced(pair: OpPair) -> Reach:
-    """The reach of a reduction, less elements known to be neutral: zeros in a sum, -inf in a maximum."""
-    given = need(pair.of("input"))
-    neutral = facts_of(op_name(pair.node)).neutral
-    rank = len(given.dims)
-    gone = _dims_of(pair, rank)
-    keeps = bool(pair.kwargs.get("keepdim", False))
-    if not gone:
-        return replace(unknown(given.dims, type_of_output(pair, 0)), pad=given.pad)
-    reached = given.pad & ~given.is_(neutral)
-    pad = reached.amax(gone, keepdim=keeps) | given.pad.amin(gone, keepdim=keeps)
-    dims = tuple(() if d in gone else f for d, f in enumerate(given.dims) if keeps or d not in gone)
-    known = given.known.amin(gone, keepdim=keeps)
-    value = torch.zeros((1,) * len(dims), dtype=type_of_output(pair, 0))
-    if bool(known.any()):
-        sizes = [n if d in gone else given.value.shape[d] for d, n in enumerate(given.shape)]
-        value = pair.run({pair.kwargs["input"]: given.value.expand(sizes)})
-    return reach_of(dims, pad, known, value)
 
 
 def softmax(pair: OpPair) -> Reach:
@@ -60,10 +33,8 @@ def running(pair: OpPair) -> Reach:
     reached = given.pad & ~given.is_(0)
     sizes = [given.shape[d] if d == dim else n for d, n in enumerate(reached.shape)]
     pad = reached.expand(sizes).to(torch.uint8).cummax(dim).values.bool()
-    if bool(given.known.all()):
-        value = pair.run({pair.kwargs["input"]: given.full(given.value)})
-        return reach_of(given.dims, pad, torch.ones((1,) * len(given.dims), dtype=torch.bool), value)
-    return unknown(given.dims, type_of_output(pair, 0), pad)
+    whole = by_rule(pair)[0]
+    return reach_of(given.dims, pad, whole.known, whole.value)
 
 
 def loss_of_classes(pair: OpPair) -> Reach:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,18 +44,6 @@ class Reach:
         """A mask of the elements known to have this value."""
         return self.known & (self.value == value)
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.pad, self.known, self.value
-
-    def moved(self, dims: tuple[Factors, ...], move: Callable[[Tensor], Tensor]) -> Reach:
-        """The same elements under other dims: `move` does to a tensor what the op does to places."""
-        return Reach(dims, move(self.pad), move(self.known), move(self.value))
-
-    def without(self, dim: int) -> Reach:
-        """The reach with the size of one dim left open."""
-        return replace(self, dims=replaced(self.dims, dim, ()))
-
     def full(self, tensor: Tensor) -> Tensor:
         return tensor.expand(self.shape)
 
@@ -87,13 +75,13 @@ def given_value(exact: fx.Node, node: fx.Node, fill: float | None) -> Reach:
 def reach_of(dims: tuple[Factors, ...], pad: Tensor, known: Tensor, value: Tensor) -> Reach:
     """The reach of a value, with all elements that the unpadded call does not have as padding."""
     value = torch.where(known, value, torch.zeros((), dtype=value.dtype))
-    return Reach(dims, _narrowed(pad | beyond(dims)), _narrowed(known), _narrowed(value))
+    return Reach(dims, narrowed(pad | beyond(dims)), narrowed(known), narrowed(value))
 
 
-def _narrowed(tensor: Tensor) -> Tensor:
+def narrowed(tensor: Tensor) -> Tensor:
     """The tensor with size one in each dim along which all elements are equal."""
     for d in range(tensor.dim()):
-        if tensor.shape[d] > 1 and bool((tensor == tensor.narrow(d, 0, 1)).all()):
+        if tensor.shape[d] > 1 and (not tensor.stride(d) or bool((tensor == tensor.narrow(d, 0, 1)).all())):
             tensor = tensor.narrow(d, 0, 1)
     return tensor
 
@@ -147,15 +135,12 @@ def beyond(dims: tuple[Factors, ...]) -> Tensor:
     return found
 
 
-def in_full(reach: Reach) -> tuple[Tensor, Tensor, Tensor]:
-    if math.prod(reach.shape) > MOST:
-        raise Unclear
-    return reach.full(reach.pad), reach.full(reach.known), reach.full(reach.value)
-
-
-def replaced(dims: Sequence[Factors], dim: int, factors: Factors) -> tuple[Factors, ...]:
-    """The dims with the factors of one replaced."""
-    return (*dims[:dim], factors, *dims[dim + 1 :])
+def exactly(tensor: Tensor, dims: Sequence[Factors]) -> Tensor:
+    """The elements that the unpadded call has too."""
+    for d, factors in enumerate(dims):
+        if is_padded([factors]) and tensor.shape[d] > 1:
+            tensor = tensor.index_select(d, (~beyond((factors,))).nonzero().flatten())
+    return tensor
 
 
 def need(reach: Reach | None) -> Reach:
@@ -167,7 +152,8 @@ def need(reach: Reach | None) -> Reach:
 def _with_rank(reach: Reach, rank: int) -> Reach:
     """The value with leading dims of size one, as broadcasting adds them."""
     more = rank - len(reach.dims)
-    return reach.moved(((),) * more + reach.dims, lambda t: t.reshape((1,) * more + t.shape))
+    tensors = [t.reshape((1,) * more + t.shape) for t in (reach.pad, reach.known, reach.value)]
+    return Reach(((),) * more + reach.dims, *tensors)
 
 
 def lined_up(reaches: Sequence[Reach]) -> tuple[tuple[Factors, ...], list[Reach]]:
