@@ -12,7 +12,7 @@ from autopar.runtime.collectives import part_start
 from autopar.runtime.private import OpOverload
 
 if TYPE_CHECKING:
-    from autopar.codegen.schedule import Half
+    from autopar.codegen.half import Half
 
 
 def write_over(half: Half) -> None:

@@ -12,7 +12,7 @@ from autopar.codegen.joint_graph import BACK, OP
 from autopar.runtime.private import UNSAFE_VIEW
 
 if TYPE_CHECKING:
-    from autopar.codegen.schedule import Half
+    from autopar.codegen.half import Half
 
 _ATEN = torch.ops.aten
 _RESHAPES = (_ATEN.reshape.default, _ATEN.view.default, UNSAFE_VIEW)

@@ -20,12 +20,12 @@ import torch.fx as fx
 from autopar.codegen import joint_graph, joint_passes, schedule
 from autopar.codegen.chunks import mark_region
 from autopar.codegen.exchanges import sent_by_ops
+from autopar.codegen.half import Half, Read, fetched
 from autopar.codegen.halves import Joint, split
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.order import check_order
 from autopar.codegen.recomputed import NOTHING, Recomputed
-from autopar.codegen.schedule import Half, Read, fetched
 from autopar.codegen.trace import trace
 from autopar.graph.graph import info, op_name
 from autopar.ops.entry import facts_of

@@ -15,6 +15,7 @@ from autopar import certificate, kernels
 from autopar.certificate import Certificate, Interface, certify
 from autopar.codegen import local_passes
 from autopar.codegen.exchanges import check_exchanges
+from autopar.codegen.half import Read
 from autopar.codegen.halves import Joint
 from autopar.codegen.inner_shapes import InnerShapes
 from autopar.codegen.joint import lower_jointly
@@ -22,7 +23,6 @@ from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
 from autopar.codegen.recomputed import recomputed_of
-from autopar.codegen.schedule import Read
 from autopar.codegen.turn_programs import Ending, in_two, lowered_ending
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, op_name, type_of

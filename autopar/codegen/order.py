@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 import torch.fx as fx
 
 from autopar.codegen.buffers import hands_on
+from autopar.codegen.half import Half
 from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED
-from autopar.codegen.schedule import Half
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
 
 _MOVES = frozenset((*STEPS.values(), *PACK.values(), *BEGIN.values(), finish, operator.getitem))
 
 
 def check_order(half: Half, places: Mapping[str, int]) -> None:
-    """Raise unless the ops of a half begin in their order; `places` are those of the local program's nodes."""
+    """Raise unless the ops of a half begin in their order, by their places in the local program."""
     names = dict.fromkeys(_ops(half, BACK if half.is_backward else OP))  # each where it begins
     order = [name for name in names if name in places]
     said = sorted(order, key=places.__getitem__, reverse=half.is_backward)

@@ -42,7 +42,7 @@ class _Cargo(NamedTuple):
 
     type: TensorType
     ahead: ShapeConsistencyManager | None  # the conversions that gather a parameter, or what is handed on from one
-    back: ShapeConsistencyManager  # those of its gradient: behind a parameter's own edge, in buckets
+    back: ShapeConsistencyManager  # the conversions of its gradient, which a parameter's own edge makes in buckets
     is_handed_on: bool  # whether ops other than a gathered cast stand between the parameter and this edge
     stays: bool  # whether the gathered copy is still there as backward begins
     reduced_in: int  # itemsize of its gradient while it is reduced; 0: the value's own

@@ -63,7 +63,7 @@ class Schedule:
         return replace(self, buckets={**self.buckets, **found})
 
     def gather(self, op: int, parameter: fx.Node | None = None) -> Transit:
-        """How a parameter that this op reads is gathered: while the window before computes."""
+        """The gather of a parameter that this op reads: while the window before computes."""
         w = self.of[op]
         if w:
             return Transit(w - 1, self.spans[w - 1][0], self.spans[w][0])
@@ -71,7 +71,7 @@ class Schedule:
         return Transit(None, first, first, is_shared=first < last)
 
     def gather_again(self, op: int, parameter: fx.Node | None = None) -> Transit:
-        """How it is gathered again for backward: while the backward of the window behind computes."""
+        """Its second gather, for backward: while the backward of the window behind computes."""
         back, w = 2 * len(self.of) - 1, self.of[op]
         if w + 1 < len(self.spans):
             return Transit(w + 1, back - self.ends[w + 1], back - self.spans[w][1])
@@ -79,7 +79,7 @@ class Schedule:
         return Transit(None, back - last, back - last, is_shared=first < last)
 
     def reduction(self, op: int) -> Transit:
-        """How the gradient that this op gives is reduced, alone: while the backward of the window before computes."""
+        """The reduction of the gradient that this op gives: while the backward of the window before computes."""
         back, w = 2 * len(self.of) - 1, self.of[op]
         if w:
             return Transit(w - 1, back - op, back - self.spans[w - 1][0])

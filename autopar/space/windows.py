@@ -50,11 +50,12 @@ class Window:
 
 
 def buckets_by_window(sizes: Sequence[int], windows: Sequence[int]) -> list[list[int]]:
-    """The buckets of items that are given in order, each of one window: what is reduced beside its neighbour."""
+    """Indices of items in order, each bucket of one window: beside its neighbour they are reduced."""
     found = list[list[int]]()
     for window in dict.fromkeys(windows):
         places = [k for k, of in enumerate(windows) if of == window]
-        found += [[places[k] for k in bucket] for bucket in buckets([sizes[k] for k in places])]
+        for bucket in buckets([sizes[k] for k in places]):
+            found.append([places[k] for k in bucket])
     return found
 
 

@@ -9,8 +9,8 @@ import torch.fx as fx
 import autopar
 from autopar.codegen import bound_calls, joint
 from autopar.codegen.bound_calls import by_bindings
+from autopar.codegen.half import Half
 from autopar.codegen.idle_views import drop_idle_views
-from autopar.codegen.schedule import Half
 from tests.language import drawn, gpt2
 
 ATEN = torch.ops.aten

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,7 +87,7 @@ def planned(preset):
         passing = {
             name: str(rng.choice(ops)) for name in names if preset.startswith("in passing") and rng.random() < 0.5
         }
-        plan = replace(plan, recomputed=frozenset(names), passing=passing)
+        plan = plan.recomputing(names, passing)
     return Request.of(plan).as_planned(graph, plan), plan, line
 
 

@@ -8,6 +8,7 @@ import torch
 import autopar
 from autopar.codegen import joint, joint_passes, local_passes, lower, schedule
 from autopar.codegen.buffer_reuse import write_over
+from autopar.codegen.half import Half
 from autopar.letters import NotServed
 from autopar.passes import pass_names, run_passes
 from autopar.runtime import collectives
@@ -88,7 +89,7 @@ def entropies(then):
     if begun is not None:
         results.append(graph.call_function(collectives.finish, (begun,)))
     graph.output(tuple(results))
-    half = schedule.Half(graph, {}, is_backward=False)
+    half = Half(graph, {}, is_backward=False)
     write_over(half)
     return [str(n.target) for n in graph.nodes if "cross_entropy" in str(n.target)]
 
