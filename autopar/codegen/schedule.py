@@ -182,7 +182,7 @@ Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
 def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int | None, list[tuple[fx.Node, int]]]:
-    """First nodes of the ops that first read each window's parameters, with bytes, in the order of all ranks.
+    """First nodes of the ops that first read each window's parameters, with bytes, alike on all ranks.
 
     Backward of a product begins with the gradient of the weight, which does not read it.
     """
