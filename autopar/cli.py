@@ -156,7 +156,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parallel", help="a preset: ddp, fsdp, hsdp, tp, dp, zero1 to zero3, megatron, 2d, 2.5d, 3d")
     parser.add_argument("--recompute", help="auto, none, full, selective, chen, rotor, ilp")
     parser.add_argument("--accumulation", type=int, help="calls in a step")
-    parser.add_argument("--microbatches", help="turns of a call: a number, or auto")
+    parser.add_argument("--microbatches", help="micro-batches of a call: a number, or auto")
     parser.add_argument("--chunks", help="in which the loss head runs: a number, or auto")
     parser.add_argument("--constrain", action="append", metavar="NAME=SHARDING", help='"lm_head.weight=S(0)@1"; again')
     parser.add_argument("--compile", action="store_true", help="seconds of code that torch.compile makes")

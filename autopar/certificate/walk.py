@@ -173,7 +173,7 @@ def _scales(
     backward = _Walk(joint.backward, interface, found)
     scales = backward.run([*results[joint.outputs :], *tangents])
     for i in range(len(scales)):
-        backward.end(i, None, "the gradient of what turns add up")
+        backward.end(i, None, "the gradient of what micro-batches add up")
     return scales
 
 

@@ -64,7 +64,7 @@ def _check_turns(graph: Graph, parts: int, rows: int) -> None:
     if counted:
         raise NotServed(
             f'inputs="local" and micro-batches: {info(counted[0]).key} goes by the places of rows in the batch, and '
-            "turns take some rows of every rank",
+            "a micro-batch has some rows of every rank",
             at=info(counted[0]).source,
             advice='inputs="global", or microbatches=1',
         )
