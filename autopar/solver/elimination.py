@@ -353,12 +353,15 @@ class Elimination:
         """
         factors = self.left.factors[v]
         costs = self.left.costs
-        axes: dict[int, dict[int, int]] = {}
-        for f in factors:
-            for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):
-                if u != v:
-                    axes.setdefault(u, {})[id(m)] = n
-        width = math.prod(min(math.prod(maps.values()), len(costs[u])) for u, maps in axes.items())
+        near = {u for f in factors for u in f.scope if u != v}
+        width = 0
+        if math.prod(len(costs[u]) for u in near) > _LIMITS.cheap:
+            axes: dict[int, dict[int, int]] = {u: {} for u in near}
+            for f in factors:
+                for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):
+                    if u != v:
+                        axes[u][id(m)] = n
+            width = math.prod(min(math.prod(maps.values()), len(costs[u])) for u, maps in axes.items())
         return width if width > _LIMITS.cheap else 0, max((f.generation for f in factors), default=0), len(factors)
 
     def _split_around(self, v: int) -> Sequence[int]:

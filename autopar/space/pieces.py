@@ -37,9 +37,8 @@ def memory_of(
     bytes_ = shared.bytes
     schedule = schedule.moving(_gathered(wiring, parameters, bytes_))
     trained = trained_parameters(graph)
-    clock = Clock.of(graph, _updates(len(trained), setting))
-    groups = held_by_kernels(shared.kernels, setting.cluster.device.kernels)
-    lifetimes = Lifetimes(graph, clock, parameters, setting.cluster.device.kernels, groups)
+    lifetimes = shared.once("lifetimes", (), lambda: _lifetimes(graph, setting, len(trained), parameters, shared))
+    clock = lifetimes.clock
     buckets = GradientBuckets.of(trained, lifetimes, schedule, wiring, setting)
     op_bytes = OpBytes(wiring, lifetimes, bytes_, setting.cluster.device.kernels)
     sites = SitePieces(graph, setting, wiring, lifetimes, buckets, bytes_, op_bytes)
@@ -63,6 +62,12 @@ def memory_of(
     return Memory(
         pieces, ops, clock.updates, passages, edges.readers, converted, edges.viewed, merged, shown, temporaries
     )
+
+
+def _lifetimes(graph: Graph, setting: Setting, trained: int, parameters: ParameterValues, shared: Shared) -> Lifetimes:
+    kind = setting.cluster.device.kernels
+    clock = Clock.of(graph, _updates(trained, setting))
+    return Lifetimes(graph, clock, parameters, kind, held_by_kernels(shared.kernels, kind))
 
 
 def _gathered(wiring: Wiring, parameters: ParameterValues, bytes_: LocalBytes) -> set[fx.Node]:

@@ -52,7 +52,8 @@ def shardings(
     pins = Constraints(constraints, setting.mesh, preset)
     setting = replace(setting, regather=setting.regather or pins.speak_of_gathering)
     shared = shared or Shared.of(graph, setting)
-    bindings, parameters = Bindings.of(graph, setting.strict), ParameterValues.of(graph, setting.reduce)
+    bindings = shared.once("bindings", (), lambda: Bindings.of(graph, setting.strict))
+    parameters = shared.once("parameters", (), lambda: ParameterValues.of(graph, setting.reduce))
     drafts, narrowing = SiteBuilder(graph, setting, bindings, parameters, shared).drafts(), Narrowing()
     if pins.pins:
         Pinning(graph, setting.mesh, bindings, pins).pin(drafts)

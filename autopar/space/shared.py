@@ -38,7 +38,8 @@ class Shared:
     sites: dict[Hashable, Site] = field(default_factory=dict)  # sites by all that their choices and seconds depend on
     # managers of gathers and reductions, by their messages and kinds
     by_message: dict[tuple[Message, tuple[str, ...]], ShapeConsistencyManager] = field(default_factory=dict)
-    once: Once = field(default_factory=Once)  # shared edges, their ends and their tables
+    # shared edges, their ends and their tables; and what is read of the graph alone, by name
+    once: Once = field(default_factory=Once)
 
     @staticmethod
     def of(graph: Graph, setting: Setting) -> Shared:

@@ -161,7 +161,7 @@ def test_what_is_repeated_hides_communication_of_the_window_where_it_comes(bytes
                 through = line.under(line.forced | frozenset(again))
                 plans.append((seconds_of(space, picked, line, through), through.held.max()))
     plans, hidden = np.array(plans), []
-    for share in (0.95, 0.85, 0.81):
+    for share in (0.95, 0.85, 0.815):
         budget = share * free.peak_bytes
         truth = plans[plans[:, 1] <= budget, 0].min()
         plan = solve(space, budget=budget, recompute="auto")
