@@ -24,7 +24,6 @@ from autopar.codegen.half import Half, Read, fetched
 from autopar.codegen.halves import Joint, split
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
-from autopar.codegen.order import check_order
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.codegen.trace import trace
 from autopar.graph.graph import info, op_name
@@ -164,7 +163,6 @@ def _schedule(
         "regrouped": regrouped(program),
         "ways": ways,
     }
-    places = {node.name: place for place, node in enumerate(program.fx.nodes)}
     for half in (
         Half(halves.forward, reads, is_backward=False, outputs=halves.outputs, regrouped=back["regrouped"]),
         Half(halves.backward, reads, **back),
@@ -172,4 +170,3 @@ def _schedule(
     ):
         run_passes("half", schedule.PASSES, half, schedule.verify, Half.text)
         half.graph.lint()
-        check_order(half, places)

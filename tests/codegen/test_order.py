@@ -18,6 +18,7 @@ from autopar.request import Request
 from autopar.search import plan_of
 from autopar.space.timeline import Timeline
 from tests import language
+from tests.codegen.order import check_order
 from tests.models import eager_links, on_meta
 
 PARALLEL = {"dp": "dp", "zero3": "zero3", "megatron": "megatron"}
@@ -59,11 +60,11 @@ def test_an_op_out_of_order_is_noticed(mark, monkeypatch):
     graph = request.trace(Two(), {"x": x})
     plan = plan_of(graph, request)
     joint.LOWERED.clear()
-    lower(graph, plan, (0,))
+    check_order(lower(graph, plan, (0,)))
     monkeypatch.setattr(schedule, "PASSES", (*schedule.PASSES, swapped(mark)))
     joint.LOWERED.clear()
     with pytest.raises(AssertionError, match="runs where the plan has"):
-        lower(graph, plan, (0,))
+        check_order(lower(graph, plan, (0,)))
     joint.LOWERED.clear()
 
 
@@ -104,6 +105,7 @@ def priced(plan, line):
 def emitted(graph, plan):
     """The same of the program of one device."""
     lowered = lower(graph, plan, (0, 0))
+    check_order(lowered)
     said = {}
     for node in lowered.program.fx.nodes:
         if node.op == "call_function":
