@@ -182,20 +182,13 @@ Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each
 
 
 def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int | None, list[tuple[fx.Node, int]]]:
-    """First nodes of the ops that first read each window's parameters, with bytes, alike on all ranks.
-
-    Backward of a product begins with the gradient of the weight, which does not read it.
-    """
-    mark = BACK if half.is_backward else OP
-    begins: dict[str, fx.Node] = {}
-    for node in half.graph.nodes:
-        if mark in node.meta and node not in made and not node.meta.get(RECOMPUTED):
-            begins.setdefault(node.meta[mark], node)
+    """First nodes of the ops that first read each window's parameters, with bytes, alike on all ranks."""
     first: dict[str, fx.Node] = {}
     reads: dict[str, Read] = {}
+    begins = _begins(half, made)
 
     def note(name: str, read: Read, reader: fx.Node) -> None:
-        first[name] = min(reader, begins.get(reader.meta.get(mark, ""), reader), first.get(name, reader))
+        first[name] = min(begins.get(reader, reader), first.get(name, reader))
         reads[name] = read
 
     for node, parameter in made.items():
@@ -211,6 +204,22 @@ def _places(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[int | None, lis
         of_nodes = windows.setdefault(reads[name].window, {})
         of_nodes[node] = of_nodes.get(node, 0) + reads[name].nbytes
     return {window: sorted(of_nodes.items()) for window, of_nodes in windows.items()}  # nodes compare by their place
+
+
+def _begins(half: Half, made: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each node the first node of its op behind the last collective, a place that all ranks share.
+
+    Backward of a product begins with the gradient of the weight, which does not read the weight.
+    """
+    mark = BACK if half.is_backward else OP
+    begun: dict[str, fx.Node] = {}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in half.graph.nodes:
+        if node.target in COLLECTIVES and node not in made:
+            begun.clear()
+        elif mark in node.meta and node not in made and not node.meta.get(RECOMPUTED):
+            found[node] = begun.setdefault(node.meta[mark], node)
+    return found
 
 
 def _at_share(places: Sequence[tuple[fx.Node, int]], share: float) -> fx.Node:

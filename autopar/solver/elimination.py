@@ -352,16 +352,7 @@ class Elimination:
         eaten from one end.
         """
         factors = self.left.factors[v]
-        costs = self.left.costs
-        near = {u for f in factors for u in f.scope if u != v}
-        width = 0
-        if math.prod(len(costs[u]) for u in near) > _LIMITS.cheap:
-            axes: dict[int, dict[int, int]] = {u: {} for u in near}
-            for f in factors:
-                for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):
-                    if u != v:
-                        axes[u][id(m)] = n
-            width = math.prod(min(math.prod(maps.values()), len(costs[u])) for u, maps in axes.items())
+        width = _width(v, factors, self.left.costs)
         return width if width > _LIMITS.cheap else 0, max((f.generation for f in factors), default=0), len(factors)
 
     def _split_around(self, v: int) -> Sequence[int]:
@@ -420,3 +411,17 @@ class Elimination:
             decided, totals = self._decide({self.last + i: choice for i, choice in enumerate(around)})
             self._within[around] = [decided[v] for v in range(self.last)], [totals[v] for v in range(self.last)]
         return self._within[around]
+
+
+def _width(v: int, factors: Collection[Factor], costs: Mapping[int, np.ndarray]) -> int:
+    """The entries of the table that eliminating a variable leaves; a cheap table is not counted exactly."""
+    near = {u for f in factors for u in f.scope if u != v}
+    most = math.prod(len(costs[u]) for u in near)
+    if most <= _LIMITS.cheap:
+        return most
+    axes: dict[int, dict[int, int]] = {u: {} for u in near}
+    for f in factors:
+        for u, m, n in zip(f.scope, f.classes, f.table.shape, strict=True):
+            if u != v:
+                axes[u][id(m)] = n
+    return math.prod(min(math.prod(maps.values()), len(costs[u])) for u, maps in axes.items())
