@@ -360,3 +360,17 @@ def test_constants_are_what_they_are_now():
     base = model(X, True).item()
     for found, programs in on_threads(2, body):
         assert found == pytest.approx([base, 3 * base, 5 * base, 3 * base, 2 * base]) and programs == 6
+
+
+def test_a_model_made_without_gradients_is_lowered_once_for_training(monkeypatch):
+    """Under no_grad a user may make the model that then trains: its inputs want gradients in the first call."""
+    model, x = nn.Linear(4, 4).double(), X.clone().requires_grad_()
+
+    def refused(*_):
+        raise AssertionError("lowered again")
+
+    with torch.no_grad():
+        mine = autopar.autoparallelize(model, {"input": x}, mesh=1, cluster=eager_links())
+    monkeypatch.setattr(state, "lower_again", refused)
+    mine(input=x).sum().backward()
+    assert x.grad is not None
