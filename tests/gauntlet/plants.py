@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-from autopar.codegen import halves, joint, joint_passes, local, schedule
+from autopar.codegen import halves, joint, joint_passes, local, messages, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.graph import graph, walks
 from autopar.graph.graph import info, op_name
@@ -230,7 +230,7 @@ def nobody_waits(patch: Patch) -> None:
     def finish(pending: Pending):
         return pending.unpack(pending.arrives)
 
-    patch.setattr(schedule, "finish", finish)
+    patch.setattr(messages, "finish", finish)
     patch.setattr(collectives, "finish", finish)
 
 
