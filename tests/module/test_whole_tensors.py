@@ -10,12 +10,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 import autopar
 from autopar.letters import Letter, NotServed
+from autopar.runtime.patches import STANDING
 from autopar.testing import Equality
 from tests.models import eager_links
 from tests.training import whole
+
+
+@pytest.fixture(autouse=True)
+def functions_of_init():
+    """Put back what transformers replaces while it builds a model: of two threads one may leave its own behind."""
+    for name in ("eye_", "dirac_", "orthogonal_", "sparse_"):
+        ours = STANDING.known.get((id(nn.init), name))
+        if getattr(nn.init, name).__module__.startswith("transformers"):
+            setattr(nn.init, name, ours.ours if ours else TORCH_INIT_FUNCTIONS[name])
 
 
 class Words(nn.Module):
