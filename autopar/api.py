@@ -108,11 +108,30 @@ def plan(
         outputs: Outputs beside the loss that gradients arrive at, as `autoparallelize` is told.
         compile: Whether seconds are those of code that torch.compile makes.
     """
-    # All arguments but the first two are a request's, by the same names; nothing else is bound yet.
-    asked = {name: value for name, value in locals().items() if name not in ("model", "meta_inputs")}
     started = time.monotonic()
     _refuse_parallel(model)
-    request = Request(**asked | {"compile": _is_fused(backend_name(compile, _backends))})
+    request = Request(
+        mesh=mesh,
+        cluster=cluster,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        precision=precision,
+        recompute=recompute,
+        loss=loss,
+        parallel=parallel,
+        constraints=constraints,
+        assume=assume,
+        strict=strict,
+        accumulation=accumulation,
+        microbatches=microbatches,
+        chunks=chunks,
+        kernels=kernels,
+        solver=solver,
+        time_limit=time_limit,
+        gap=gap,
+        outputs=outputs,
+        compile=_is_fused(backend_name(compile, _backends)),
+    )
     graph = request.trace(model, meta_inputs)
     _refuse_unknown_outputs(outputs, graph)
     return _planned(request, graph, started, lambda other: other.trace(model, meta_inputs))

@@ -185,6 +185,7 @@ def _keeps(graph: Graph, kind: str) -> dict[str, set[str]]:
 
 
 def _behind(value: fx.Node) -> fx.Node:
+    """The value that identities hand on."""
     while info(value).kind == "op" and op_name(value) == "identity":
         value = value.all_input_nodes[0]
     return value

@@ -164,8 +164,9 @@ class Attributes:
 
     def same_but(self, sight: Sight) -> bool:
         """Whether the present state equals one that was seen, except for attributes that were not read."""
-        is_same = self.now()[2:] == sight.seen[2:]  # all but values and types of attributes
-        return is_same and not any(True for _ in self._differences(sight))
+        now = self.now()
+        is_same = now[2:] == sight.seen[2:]  # all but values and types of attributes
+        return is_same and not any(True for _ in self._differences(now, sight))
 
     def changed(self, sight: Sight) -> list[str]:
         """Text about each difference between the present state and an earlier one.
@@ -178,7 +179,7 @@ class Attributes:
             return ["attributes were added, or settings exchanged"]
         paths = [path for path, _ in self.modules[0].named_modules()]
         said = []
-        for (module, settings), key, value, before in self._differences(sight):
+        for (module, settings), key, value, before in self._differences(mine, sight):
             name = ".".join(filter(None, (paths[module], settings, key)))
             said.append(f"{name} {_as_change(value, before)}")
         for i, path in enumerate(paths):
@@ -194,9 +195,8 @@ class Attributes:
             said.append("buffers were tied, untied or exchanged for others")
         return said
 
-    def _differences(self, sight: Sight) -> Iterator[tuple[Place, str, Any, Any]]:
+    def _differences(self, now: State, sight: Sight) -> Iterator[tuple[Place, str, Any, Any]]:
         """Watched attributes that differ from an earlier state of one layout: place, name, value now and then."""
-        now = self.now()
         then = sight.seen
         for h, (place, keys) in enumerate(self.keys.items()):
             if now.values[h] == then.values[h] and now.types[h] == then.types[h]:

@@ -122,7 +122,7 @@ class Plan:
     # The families of the kernels in its program, by the last results of the ops that each replaces. A plan of an older
     # release has None: all kernels that can stand.
     fused: Mapping[str, str] | None = field(default=None, repr=False)
-    microbatches: int = 1  # number in which the batch of a call passes
+    microbatches: int = 1  # the number of them in which the batch of a call passes
     sources: Mapping[str, float] = field(default_factory=dict)  # seconds of the step by their source
     compiled: bool = False  # whether the seconds are those of code that torch.compile makes
     precision: tuple[str, str] | None = None  # dtypes of compute and of the reduction of gradients
@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def passing(self) -> dict[str, str]:
-        """The values that backward also makes in passing, each with the op for whose predecessors it does."""
+        """The recomputed values that are made in passing too, for the backward of ops behind the one named."""
         return {n: state.passing for n, state in self.states.items() if isinstance(state, Recomputed) and state.passing}
 
     @property
