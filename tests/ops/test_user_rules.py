@@ -243,12 +243,15 @@ class Product(nn.Module):
 @pytest.fixture(autouse=True)
 def rules_are_forgotten():
     user_rules.tried.cache_clear()
-    facts = {name: replace(known) for name, known in FACTS.items()}  # a rule is written into what is there
-    before = facts, dict(WHOLE), dict(OPS), dict(SPELLINGS)
+    # A rule is written into the entry that is there, and others hold that entry: it stays the same object.
+    rules = {name: known.rule for name, known in FACTS.items()}
+    before = dict(FACTS), dict(WHOLE), dict(OPS), dict(SPELLINGS)
     yield
     for table, entries in zip((FACTS, WHOLE, OPS, SPELLINGS), before):
         table.clear()
         table.update(entries)
+    for name, rule in rules.items():
+        FACTS[name].rule = rule
 
 
 def traced(name, call=None, rows=16):
