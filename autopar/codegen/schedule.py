@@ -159,7 +159,11 @@ def gather_ahead(half: Half) -> None:
     graph = half.graph
     made = fetched(half.graph, half.reads)
     places = _places(half, made)
-    for (number, count, window), gathers in sorted(_chains(half, made).items(), key=lambda item: item[0][0]):
+    chains = _chains(half, made)
+    # Copies of a window are there before the next gathers begin beside it: else both messages would be held at once.
+    ready = {window: places[window][0][0] for *_, window in chains if window in places}
+    begun_at: dict[fx.Node, fx.Node] = {}  # place -> the first message that begins there
+    for (number, count, window), gathers in sorted(chains.items(), key=lambda item: item[0][0]):
         beside = places.get(window)
         if beside is None:
             _gather_together(graph, gathers, made)
@@ -175,7 +179,10 @@ def gather_ahead(half: Half) -> None:
             _move_before(anchor, nodes, made)
             with graph.inserting_before(anchor):
                 begun = begin(graph, kind, [n.args[0] for n in nodes], axis, *numbers_of(nodes))
-            finish_before(graph, begun, nodes, min(nodes + then))
+            own = [ready[w] for w, _ in (gathers[n] for n in nodes) if w in ready and begun < ready[w]]
+            place = min(nodes + then + own)
+            finish_before(graph, begun, nodes, max(begun.next, begun_at.get(place, place)))
+            begun_at.setdefault(anchor, begun.all_input_nodes[0])
 
 
 Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each

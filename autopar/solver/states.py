@@ -62,8 +62,12 @@ class StateSearch:
         self.windows = _windows(line)
 
     def of(self, again: Again, passing: Passing = ()) -> StepStates:
-        """The states in which these runs are repeated, as far as backward needs them."""
+        """The states in which these runs are repeated, as far as backward needs them.
+
+        Runs that always come again come once: programs gather a parameter once more for backward, not twice.
+        """
         again = again | self.line.forced
+        passing = tuple(pair for pair in passing if pair[0] not in self.line.forced)
         if (again, passing) not in self.known:
             through = self.line.under(again, passing)
             ran = frozenset(through.ran)

@@ -242,7 +242,8 @@ class EdgePieces:
         owner, back = self.owners[passage.value], passage.back
         if owner not in self.buckets.closes:
             return
-        full, reduced = self.buckets.closes[owner], self.schedule.reduction(passage.now).ends
+        full = self.buckets.closes[owner]
+        reduced = min(self.schedule.reduction(passage.now).ends, self.buckets.under_way[owner])
         tables, width = passage.bytes, type_of(owner).itemsize / passage.type.itemsize
         whole, stored, cut = self.bytes.once(("settles", width), (tables,), lambda: _settling(tables, width))
         pair = self.bytes.once("sums", (tables,), lambda: np.where(tables.is_sum, tables.unreduced, 0.0)), stored

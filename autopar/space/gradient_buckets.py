@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +24,8 @@ class GradientBuckets:
     """The trained parameters of a graph, in order, and the times of their gradients."""
 
     closes: Mapping[fx.Node, int]  # time at which a parameter's gradient bucket is full and reduced
+    # Last time at which a bucket's message may be under way: programs finish it before they pack the next one.
+    under_way: Mapping[fx.Node, int]
     wait: frozenset[fx.Node]  # parameters whose gradient may be reduced only after the last micro-batch
     accumulates: bool
     adds_twice: bool  # micro-batches of a call are added up beside what has waited of other calls
@@ -42,7 +47,8 @@ class GradientBuckets:
         wait = [n for n in trained if not is_always(wiring.site(n), wiring.site(n).scattered)] if accumulates else []
         twice = setting.accumulation > 1 and setting.turns > 1
         closing = dict(zip(trained, closes, strict=True))
-        return GradientBuckets(closing, frozenset(wait), accumulates, twice, clock.settled)
+        under_way = _until_the_next(closing)
+        return GradientBuckets(closing, under_way, frozenset(wait), accumulates, twice, clock.settled)
 
     def lies_from(self, parameter: fx.Node) -> int:
         """The time from which the whole gradient is stored as the parameter is; until then edges count it."""
@@ -67,6 +73,19 @@ def _closes(ready: Sequence[int], sizes: Sequence[int], windows: Sequence[int], 
         for i in bucket:
             closes[order[i]] = ready[order[bucket[-1]]]
     return closes
+
+
+def _until_the_next(closes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """The last time before the next bucket is packed, for each parameter.
+
+    While a smaller one is packed, the message before it counts still: the op that closes the bucket ran beside it.
+    """
+    nbytes = Counter[int]()
+    for parameter, time in closes.items():
+        nbytes[time] += type_of(parameter).nbytes
+    times = sorted(nbytes)
+    ends = {time: later - (nbytes[later] >= nbytes[time]) for time, later in itertools.pairwise(times)}
+    return {parameter: ends.get(time, sys.maxsize) for parameter, time in closes.items()}
 
 
 def is_always(site: Site, policy: Sequence[bool]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -99,6 +100,15 @@ def test_what_comes_in_passing_is_that_of_a_simulation(seed):
         passing = tuple((i, int(rng.integers(i, len(line.runs)))) for i in sorted(again) if rng.random() < 0.5)
         states = search.of(again, passing)
         assert (states.peak, states.seconds) == pytest.approx(simulated(line, again, passing)), (again, passing)
+
+
+def test_what_always_comes_again_comes_once():
+    line = drawn(3)
+    line.runs = (line.runs[0], replace(line.runs[1], is_forced=True), *line.runs[2:])
+    line.__post_init__()
+    states = StateSearch(line).of(frozenset({0, 1}), ((0, 2), (1, 2)))
+    assert 1 in states.again and [run for run, _ in states.passing] == [0]
+    assert line.passing({"run0": "run2", "run1": "run2"}) == states.passing  # as a plan of it is read
 
 
 def test_in_groups_a_line_fits_in_less():

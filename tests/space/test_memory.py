@@ -129,6 +129,20 @@ def test_the_peak_is_what_one_rank_holds(name, mesh, how, fake_world):
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "vit zero3",  # copies of a window are there before the next gather begins
+        "llama zero3 bfloat16 in 4 micro-batches",  # a reduction has finished before the next is packed
+    ],
+)
+def test_messages_of_windows_are_held_one_after_the_other(name):
+    pair = memory.PAIRS[name]
+    plan = memory.planned(pair)
+    peaks = memory.run_plan(plan, pair, 0).peaks
+    assert 0.99 <= plan.first_peak_bytes / peaks[1] <= 1.03 and 0.99 <= plan.peak_bytes / peaks[3] <= 1.03
+
+
+@pytest.mark.parametrize(
     ("name", "share"),
     [
         # the embedding's gradient is no sum: the others wait for no bucket with it
