@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from autopar.letters import BadWeights, NotServed
-from autopar.runtime.world import exchanged
+from autopar.runtime.world import exchanged, world_size
 
 REST = "autopar.pt"  # A file of each folder: all that is not a tensor.
 _METADATA = ".metadata"
@@ -83,9 +83,15 @@ class BesideWriter(dcp.FileSystemWriter):
         self.beside = beside
         self.rest = rest
         self.keep = keep
+        self.ranks = world_size()
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Complete the folder: torch calls this on rank 0, when all ranks have written."""
+        if len(results) != self.ranks:  # Without a process group torch takes each rank for a job of its own.
+            raise NotServed(
+                f"{self.place} was still being written when the process group was destroyed",
+                advice="autopar.save(..., wait=True) for the last checkpoint of a run",
+            )
         with open(self.beside / REST, "wb") as file:
             file.write(self.rest)
             file.flush()

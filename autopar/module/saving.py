@@ -169,7 +169,7 @@ def _tell_at_exit() -> None:
     try:
         finish_writing()
     except BaseException as e:
-        log.error("autopar.save: %s", e)
+        log.error("autopar.save: the checkpoint that was being written is lost: %s", e)
 
 
 def _group() -> Any:

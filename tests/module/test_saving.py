@@ -18,7 +18,7 @@ from torch import nn
 
 import autopar
 from autopar.letters import BadWeights, NotServed
-from autopar.module.checkpoint_folder import checkpoints, make_room
+from autopar.module.checkpoint_folder import BesideWriter, checkpoints, make_room, writer_over
 from autopar.testing import on_processes, on_threads
 
 STEPS = 6
@@ -228,11 +228,29 @@ def test_a_folder_is_complete_or_does_not_count(tmp_path, monkeypatch):
             autopar.save(tmp_path, model, step=2)
         read = nn.Linear(2, 2)
         assert autopar.load(tmp_path, read).step == 2 and torch.equal(read.weight, model.weight)
+    lone = BesideWriter(tmp_path / "step-3", make_room(tmp_path / "step-3"), b"", None)
+    lone.ranks = 2  # whose process group is destroyed while it is written in the background
+    with pytest.raises(NotServed, match="step-3 was still being written when the process group was destroyed"):
+        lone.finish(None, [[]])
     autopar.save(tmp_path, model, step=4, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-4"]
     autopar.save(tmp_path, model, step=3, keep=1)  # going on from before: what was just written stays
     assert [p.name for p in tmp_path.iterdir()] == ["step-3"]
     assert autopar.load(tmp_path / "step-3", model).step == 3
+
+
+def test_a_folder_is_written_over_without_a_warning(tmp_path):
+    """As adapters of trainers write it."""
+
+    def body(rank, number):
+        tensor = torch.full((2,), number)
+        dcp.save({"x": tensor}, storage_writer=writer_over(tmp_path))
+        dcp.load(read := {"x": torch.zeros(2)}, checkpoint_id=tmp_path)
+        return read["x"].tolist()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert [on_threads(2, body, number) for number in (1.0, 2.0)] == [[[1.0, 1.0]] * 2, [[2.0, 2.0]] * 2]
 
 
 def fails_on_rank_1(rank, folder):
