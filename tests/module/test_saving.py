@@ -8,6 +8,7 @@ import copy
 import io
 import os
 import shutil
+import threading
 import warnings
 
 import pytest
@@ -237,6 +238,22 @@ def test_a_folder_is_complete_or_does_not_count(tmp_path, monkeypatch):
     autopar.save(tmp_path, model, step=3, keep=1)  # going on from before: what was just written stays
     assert [p.name for p in tmp_path.iterdir()] == ["step-3"]
     assert autopar.load(tmp_path / "step-3", model).step == 3
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_what_is_written_in_the_background_is_what_was_there(is_parallel, tmp_path, monkeypatch):
+    model = begun({"mesh": 1} if is_parallel else None)[0]
+    goes_on, write = threading.Event(), dcp.FileSystemWriter.write_data
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", lambda *args: goes_on.wait(60) and write(*args))
+    expected = copy.deepcopy(model.state_dict())
+    autopar.save(tmp_path, model, step=1, wait=False)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    assert not checkpoints(tmp_path)
+    goes_on.set()
+    assert autopar.load(tmp_path, model).step == 1
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_folder_is_written_over_without_a_warning(tmp_path):
