@@ -18,6 +18,8 @@ _HOME = {  # public name -> the module that holds it
     "plan": "autopar.api",
     "gather": "autopar.module.gathered",
     "watch": "autopar.module.watch",
+    "save": "autopar.module.saving",
+    "load": "autopar.module.loading",
     "Plan": "autopar.api",
     "DeviceMesh": "autopar.sharding.mesh",
     "Cluster": "autopar.sharding.cluster",

@@ -154,7 +154,7 @@ class Anomaly(AutoparError):
 
 
 class BadWeights(AutoparError):
-    """A file of weights that cannot be read, or is of another model."""
+    """A file of weights or a checkpoint that cannot be read or written, or is of another model."""
 
 
 class BadInput(AutoparError):

@@ -1,7 +1,7 @@
-"""A run that is stopped goes on under another plan, on another mesh, bit for bit where the mesh is the same.
+"""A job that is stopped and started again goes on from where it saved last, on other ranks and under another plan, too.
 
-torchrun --nproc-per-node 2 examples/resume.py --parallel tp --steps 4
-torchrun --nproc-per-node 4 examples/resume.py --parallel fsdp --steps 8 --resume
+torchrun --nproc-per-node 2 --max-restarts 3 examples/resume.py --parallel tp --steps 4
+torchrun --nproc-per-node 4 --max-restarts 3 examples/resume.py --parallel fsdp --steps 8
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autopar
 
@@ -29,33 +27,25 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(16, 32, generator=torch.Generator().manual_seed(step))}
 
 
-def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer, "random": model.random_state, "step": torch.zeros(1)}
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", default="checkpoint")
+    parser.add_argument("--folder", default="checkpoints")
     parser.add_argument("--parallel", default="fsdp")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--every", type=int, default=2)
     asked = parser.parse_args()
     torch.manual_seed(0)
     model = autopar.autoparallelize(Net(), batch(0), parallel=asked.parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    first = 0
-    if asked.resume:
-        read = states(model, optimizer)
-        dcp.load(read, checkpoint_id=asked.folder)
-        set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
-        first = int(read["step"])
-    for step in range(first, asked.steps):
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    start = autopar.load(asked.folder, model, optimizer, scheduler)  # at step 0 where nothing was saved yet
+    for step in range(start.step, asked.steps):
         loss = model(**batch(step))
         loss.backward()
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         print(f"step {step}: {loss.item():.6f}")
-    saved = states(model, optimizer)
-    saved["step"].fill_(asked.steps)
-    dcp.save(saved, checkpoint_id=asked.folder)
+        done = step + 1
+        if done % asked.every == 0 or done == asked.steps:  # the last one waits until it is written
+            autopar.save(asked.folder, model, optimizer, scheduler, step=done, keep=3, wait=done == asked.steps)

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 import autopar
 from autopar.integrations.adapting import Moves, agreed, random_states, whole, with_rows_of_rank_0
 from autopar.letters import NotServed
+from autopar.module.checkpoint_folder import writer_over
 
 _REST = "rest.pt"  # file of a checkpoint's folder
 
@@ -113,7 +114,7 @@ class AutoparStrategy(DDPStrategy):
         path = Path(self.broadcast(path))
         shown = self._convert_stateful_objects_in_state(state, filter=filter or {})
         parts = {k: v for k, v in shown.items() if isinstance(state[k], (nn.Module, Optimizer))}
-        dcp.save({**parts, **random_states(self._parallel)}, checkpoint_id=path)
+        dcp.save({**parts, **random_states(self._parallel)}, storage_writer=writer_over(path))
         if self.is_global_zero:
             torch.save({k: v for k, v in shown.items() if k not in parts}, path / _REST)
 

@@ -26,6 +26,7 @@ from autopar.integrations.accelerate import WholeBatches
 from autopar.integrations.adapting import keeping_random_states, set_states, states_of, whole
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
+from autopar.module.checkpoint_folder import writer_over
 from autopar.runtime.world import world_size
 
 _FOLDER = "autopar"  # subfolder of a checkpoint
@@ -131,7 +132,7 @@ class Trainer(transformers.Trainer):
             torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        dcp.save(self._states(), checkpoint_id=os.path.join(output_dir, _FOLDER))
+        dcp.save(self._states(), storage_writer=writer_over(os.path.join(output_dir, _FOLDER)))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 

@@ -35,6 +35,7 @@ import autopar
 from autopar.integrations.adapting import agreed, keeping_random_states, random_states, whole, with_rows_of_rank_0
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
+from autopar.module.checkpoint_folder import writer_over
 
 _REST = "rest.pt"  # file of a checkpoint's folder
 
@@ -127,7 +128,7 @@ class AutoparStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = Path(self.broadcast(filepath))
         parts = self._parts(checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", []))
-        dcp.save(parts, checkpoint_id=path)
+        dcp.save(parts, storage_writer=writer_over(path))
         if self.is_global_zero:
             torch.save(checkpoint, path / _REST)
 

@@ -150,8 +150,8 @@ class ParallelModule(nn.Module):
         raise NotServed(
             "a parallel model is not written whole: its programs belong to the processes that run them",
             advice=(
-                "torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=path), and "
-                "autoparallelize again where it is read"
+                "autopar.save(folder, model, optimizer, step=step) on all ranks, and autoparallelize again where "
+                "autopar.load reads it; or autopar.gather(model), the plain model"
             ),
         )
 

@@ -6,18 +6,23 @@ would write only its own part.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from autopar.letters import Consumed, NotServed
-from autopar.runtime.patches import before_fully_shard, before_pickling, before_wrapping
-from autopar.runtime.private import before_call, call_of
+from autopar.runtime.owned_meshes import is_ours
+from autopar.runtime.patches import answer_pickling, around_torch_save, before_fully_shard, before_wrapping
+from autopar.runtime.private import before_call, call_of, local_part
 
 _INSTEAD = (
     "the parallel model as it is: loss.backward() reduces its gradients, model.no_sync() lets them wait,\n"
@@ -31,7 +36,8 @@ def watch_what_stands_around() -> None:
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
         before_wrapping(wrapper, _refuse_wrapper)
     before_fully_shard(_refuse_wrapper)
-    before_pickling(_refuse_part)
+    answer_pickling(_as_pickled)
+    around_torch_save(_writing_a_file)
 
 
 def _refuse_wrapper(parameter: Tensor, wrapper: str) -> None:
@@ -39,19 +45,68 @@ def _refuse_wrapper(parameter: Tensor, wrapper: str) -> None:
     raise Consumed(f"{wrapper} {what}", advice=_INSTEAD)
 
 
-def _refuse_part(tensor: DTensor) -> None:
-    """Raise where a rank is about to pickle a tensor of which it holds only a part."""
-    if tensor.device_mesh.size() == 1 or all(p.is_replicate() for p in tensor.placements):
-        return
-    raise NotServed(
+class _Writing(threading.local):
+    """Whether this thread is inside torch.save."""
+
+    a_file = False
+
+
+_WRITING = _Writing()
+
+
+@contextlib.contextmanager
+def _writing_a_file(value: Any) -> Iterator[None]:
+    """Refuse parts in what torch.save is given, and let whole tensors be written as plain ones."""
+    cut = []
+    for path, leaf in pytree.tree_leaves_with_path(value):
+        if isinstance(leaf, nn.Module):
+            _refuse_models_in(leaf)
+        elif is_ours(leaf) and not _is_whole(leaf):
+            cut.append((pytree.keystr(path), leaf))
+    if cut:
+        raise _refusal(cut[0][1], cut[0][0], len(cut))
+    before = _WRITING.a_file
+    _WRITING.a_file = True
+    try:
+        yield
+    finally:
+        _WRITING.a_file = before
+
+
+def _refuse_models_in(module: nn.Module) -> None:
+    for part in module.modules():
+        if hasattr(part, "_autopar"):
+            part.__reduce_ex__(2)  # A parallel model refuses to be pickled.
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    """Whether each rank holds the whole of it."""
+    return tensor.device_mesh.size() == 1 or all(p.is_replicate() for p in tensor.placements)
+
+
+def _as_pickled(tensor: DTensor) -> Tensor:
+    """The tensor itself; inside torch.save a plain one, for programs without ranks read files, too."""
+    if not _is_whole(tensor):
+        raise _refusal(tensor)
+    if not _WRITING.a_file:
+        return tensor
+    local = local_part(tensor)
+    return nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
+
+
+def _refusal(tensor: DTensor, path: str = "", count: int = 1) -> NotServed:
+    """The letter where a rank is about to pickle tensors of which it holds only a part."""
+    where = f"{path}: " if path else ""
+    others = f"; and {count - 1} others" if count > 1 else ""
+    return NotServed(
         "a rank is about to write a tensor of a parallel model, of which it holds a part",
-        seen=f"{tuple(tensor.to_local().shape)} of {tuple(tensor.shape)}, stored as {tensor.placements}",
-        advice="torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=path) on all "
-        "ranks,\n"
-        "which any mesh or one device loads; model.save_pretrained(path) on all ranks; for one file\n"
-        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model,\n"
-        "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks,\n"
-        "then torch.save on rank 0; for this rank's part alone its to_local()",
+        seen=f"{where}{tuple(tensor.to_local().shape)} of {tuple(tensor.shape)}, stored as {tensor.placements}{others}",
+        advice="autopar.save(folder, model, optimizer, scheduler, step=step) on all ranks, which autopar.load\n"
+        "reads on any mesh or on one device; model.save_pretrained(path) on all ranks, for models that have it;\n"
+        "for one file of the model autopar.gather(model, 0) on all ranks, and torch.save its state_dict on rank 0;\n"
+        "for one of the optimizer torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer,\n"
+        "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on all ranks, and torch.save on rank 0;\n"
+        "for this rank's part alone its to_local()",
     )
 
 

@@ -9,6 +9,7 @@
     DTensor's sums of norms                 they are wrong (`pending_norms.py`)
     DTensor.__create_write_items__, ...     checkpoints of dims that are cut by blocks
     DTensor.__reduce_ex__                   pickling one rank's part is an error
+    torch.save                              the error comes before a file is opened; whole tensors are written plain
     DDP.__init__, FSDP.__init__,            a wrapper around a parallel model is an error
       fully_shard's look at parameters
     Optimizer.zero_grad, p.grad = None      gradients that wait are dropped with the others
@@ -22,6 +23,7 @@ one of these stays when it is undone. Those that last a while are in `brief_patc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -321,18 +323,32 @@ def _show_first(parameters: Iterable[Tensor], look: Callable[[Tensor, str], None
         look(first, wrapper)
 
 
-def before_pickling(look: Callable[[DTensor], None]) -> None:
-    """Call `look` with a tensor of a parallel model before it is pickled or copied."""
+def answer_pickling(pickled: Callable[[DTensor], Tensor]) -> None:
+    """Let `pickled` give the tensor that is pickled for one of a parallel model: itself, or another."""
 
     def make(theirs: Any) -> Any:
         def reduced(self: DTensor, protocol: Any) -> Any:
-            if is_ours(self):
-                look(self)
-            return theirs(self, protocol)
+            instead = pickled(self) if is_ours(self) else self
+            return theirs(self, protocol) if instead is self else instead.__reduce_ex__(protocol)
 
         return reduced
 
     STANDING.put(DTensor, "__reduce_ex__", make)
+
+
+def around_torch_save(block: Callable[[Any], contextlib.AbstractContextManager[None]]) -> None:
+    """Enter `block` of what torch.save is given, before it opens a file."""
+
+    def make(theirs: Any) -> Any:
+        @functools.wraps(theirs)
+        def save(obj: Any, *args: Any, **how: Any) -> None:
+            with block(obj):
+                theirs(obj, *args, **how)
+
+        return save
+
+    for module in (torch, torch.serialization):
+        STANDING.put(module, "save", make)
 
 
 def answer_checkpoints(is_asked: Callable[[DTensor], bool], answers: Mapping[str, Callable[..., Any]]) -> None:

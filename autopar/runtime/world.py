@@ -176,4 +176,4 @@ def _is_in_a_job() -> bool:
 
 def _ranks_can_talk() -> bool:
     """Whether there are several real ranks: in a fake group one process plays all of them."""
-    return dist.get_world_size() > 1 and dist.get_backend() != "fake"
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
