@@ -49,7 +49,7 @@ def train(folder: str, resume: str | None = None, **how: Any) -> Classifier:
         accelerator="cpu", max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=0.5, callbacks=[saves],
         logger=False, enable_progress_bar=False, enable_model_summary=False, **how,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(data, 8), DataLoader(data, 8), ckpt_path=resume)
+    trainer.fit(module, DataLoader(data, 8, shuffle=True), DataLoader(data, 8), ckpt_path=resume)
     return module
 
 

@@ -4,7 +4,7 @@
     huggingface.py    transformers.Trainer
     accelerate.py     accelerate.Accelerator
     fabric.py         lightning.fabric.Fabric
-    lightning.py      lightning.Trainer
+    lightning.py      lightning.Trainer; lightning_calls.py finds what it plans for
     trl.py            trl.SFTTrainer
 
 A project is imported only where its adapter is.

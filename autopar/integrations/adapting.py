@@ -1,4 +1,4 @@
-"""Shared parts of adapters: moving optimizers to a parallel model, rows in one order, states of checkpoints."""
+"""Shared parts of adapters: optimizers that move to a parallel model, rows in one order, states of checkpoints."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Sampler
 
 from autopar.letters import NotServed
+from autopar.module.storage import Storage
 
 _ROWS_AT_ONCE = 2**16  # rows of a sampler in one message
 
@@ -123,3 +124,59 @@ def random_states(models: Iterable[Any]) -> dict[str, Any]:
     Deeper they would be read, but not set.
     """
     return {f"random {k}": model.random_state for k, model in enumerate(models)}
+
+
+# -- states as a trainer on one device writes and reads them
+
+
+def whole_states(optimizer: Any) -> dict[str, Any]:
+    """The state dict of an optimizer of one device, on rank 0's CPU; on other ranks its tensors are empty.
+
+    All ranks gather it together, one tensor at a time.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def gathered(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        full = whole(value.detach())
+        return full.cpu() if is_first else torch.empty(0)
+
+    found = optimizer.state_dict()
+    return {**found, "state": pytree.tree_map(gathered, found["state"])}
+
+
+def set_whole_states(optimizer: Any, states: Mapping[str, Any]) -> None:
+    """Set the states of an optimizer of one device; each rank keeps its parts of them."""
+    numbers = [number for group in states["param_groups"] for number in group["params"]]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = dict(zip(numbers, held, strict=False))  # load_state_dict raises where groups differ in size
+
+    def part(parameter: Any, name: str, value: Any) -> Any:
+        is_like = isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape
+        if not is_like or name == "step":
+            return value
+        return Storage.like(parameter).take(value.to(parameter.device), False)
+
+    cut = dict[Any, Any]()
+    for number, of_one in states["state"].items():
+        cut[number] = {name: part(parameters.get(number), name, value) for name, value in of_one.items()}
+    optimizer.load_state_dict({**states, "state": cut})
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of this process's random numbers, under the names that transformers gives them."""
+    found = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.random.get_rng_state()
+    return found
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Continue random numbers from states of any process, as ranks that read the same rows draw alike."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.random.set_rng_state(states["cpu"])
+    if torch.cuda.is_available() and "cuda" in states:
+        of_devices = states["cuda"]  # one, or a list of those that the process saw
+        torch.cuda.random.set_rng_state(of_devices if isinstance(of_devices, Tensor) else of_devices[0])

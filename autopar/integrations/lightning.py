@@ -3,18 +3,18 @@
     trainer = lightning.Trainer(strategy=AutoparStrategy(parallel="fsdp"), devices=2)
     trainer.fit(module, loader)
 
-The LightningModule itself runs in parallel where it has a forward, else its one child with parameters, else the module
-that `part` names. It is planned for its first call: a step is begun on the first batch of the loader and stopped at
-that call. Every rank reads the whole batch, in the order of rank 0: the numbers of a step, and what is logged, are
-those of one device with the same loader.
+The LightningModule itself runs in parallel where it has a forward, else each child with parameters, or the modules that
+`part` names. Where it optimizes by hand, a forward is only one of several calls, and the children are taken too. Each
+part is planned for its first call: a step is begun on the first batch of the loader and stopped at the last of these
+calls. Every rank reads the whole batch, in the order of rank 0: the numbers of a step, and what is logged, are those of
+one device with the same loader.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import autopar
-from autopar.integrations.adapting import agreed, keeping_random_states, random_states, whole, with_rows_of_rank_0
+from autopar.integrations.adapting import (
+    agreed,
+    generator_states,
+    random_states,
+    set_generator_states,
+    whole,
+    with_rows_of_rank_0,
+)
+from autopar.integrations.lightning_calls import first_calls
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from autopar.module.checkpoint_folder import writer_over
@@ -41,15 +49,25 @@ _REST = "rest.pt"  # file of a checkpoint's folder
 
 
 class AutoparStrategy(DDPStrategy):
-    """A part of a LightningModule runs in parallel; `planning` are arguments of `autopar.autoparallelize`."""
+    """Parts of a LightningModule run in parallel; `planning` are arguments of `autopar.autoparallelize`.
 
-    def __init__(self, batch: Any = None, *, part: str | None = None, **planning: Any) -> None:
+    `batch` is what the one part takes, where it is not to be found by beginning a step.
+    """
+
+    def __init__(self, batch: Any = None, *, part: str | Sequence[str] | None = None, **planning: Any) -> None:
         super().__init__()
         self._batch = batch
-        self._part = part
+        self._part = (part,) if isinstance(part, str) else part
         self._planning = planning
+        self._is_rehearsing = False  # whether a step runs to find the calls of the parts
 
     # -- the model
+
+    def setup_distributed(self) -> None:
+        """Begin the process group; every rank goes on with the random numbers of rank 0, not with a new seed."""
+        before = generator_states()
+        super().setup_distributed()
+        set_generator_states(self.broadcast(before))
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -58,41 +76,68 @@ class AutoparStrategy(DDPStrategy):
         for metric in self.lightning_module.modules():
             if hasattr(metric, "sync_on_compute"):  # a metric of torchmetrics; every rank has seen all rows
                 metric.sync_on_compute = False
-        if not isinstance(self.parallel, ParallelModule):
-            given = self._batch if self._batch is not None else _first_call(trainer, self.parallel)
-            autopar.autoparallelize(self.parallel, given, **{"outputs": "full", **self._planning})
+        parts = {name: part for name, part in self.parts.items() if not isinstance(part, ParallelModule)}
+        calls = self._calls(trainer, parts) if parts else {}
+        for name, part in parts.items():
+            autopar.autoparallelize(part, calls[name], **{"outputs": "full", **self._planning})
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     @property
-    def parallel(self) -> nn.Module:
-        """The module that runs in parallel."""
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules that run in parallel, by name; the LightningModule itself has none."""
         module = self.lightning_module
         assert module is not None
         if self._part is not None:
             named = dict(module.named_modules())
-            if self._part not in named:
+            if missing := [name for name in self._part if name not in named]:
                 known = ", ".join(name for name, _ in module.named_children())
-                what = f"part={self._part!r}, which the LightningModule does not have"
+                what = f"part={missing[0]!r}, which the LightningModule does not have"
                 raise NotServed(what, advice=f"one of its parts: {known}")
-            return named[self._part]
-        if type(module).forward is not pl.LightningModule.forward or isinstance(module, ParallelModule):
-            return module
-        parts = [child for child in module.children() if next(child.parameters(), None) is not None]
-        if len(parts) != 1:
+            return {name: named[name] for name in self._part}
+        has_forward = type(module).forward is not pl.LightningModule.forward
+        if isinstance(module, ParallelModule) or (has_forward and module.automatic_optimization):
+            return {"": module}
+        children = module.named_children()
+        return {name: child for name, child in children if next(child.parameters(), None) is not None}
+
+    def _calls(self, trainer: pl.Trainer, parts: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """The arguments of each part's first call."""
+        if self._batch is None:
+            return self._rehearsed(trainer, parts)
+        if len(parts) > 1:
             raise NotServed(
-                f"a LightningModule without a forward, of whose parts {len(parts)} have parameters",
-                advice="AutoparStrategy(part=...), the name of the part that runs in parallel",
+                f"AutoparStrategy(batch) beside {len(parts)} parts: {', '.join(parts)}",
+                advice="part=..., the name of the one that takes this batch, or no batch: a step is begun to find it",
             )
-        return parts[0]
+        return dict.fromkeys(parts, self._batch)
+
+    def _rehearsed(self, trainer: pl.Trainer, parts: Mapping[str, nn.Module]) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            self.setup_optimizers(trainer)  # A step asks for them; those that train come later, of parallel parts.
+        self._is_rehearsing = True
+        try:
+            return first_calls(trainer, parts)
+        finally:
+            self._is_rehearsing = False
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        return closure_loss if self._is_rehearsing else super().backward(closure_loss, *args, **how)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **how: Any) -> Any:
+        return closure() if self._is_rehearsing else super().optimizer_step(optimizer, closure, *args, **how)
 
     def model_to_device(self) -> None:
         """Does nothing: the part of each rank is moved when it is made."""
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.parallel.no_sync():
+        with contextlib.ExitStack() as stack:
+            for part in self.parts.values():
+                stack.enter_context(part.no_sync())
             yield
 
     # -- batches, and over ranks: every rank has all rows
@@ -157,46 +202,4 @@ class AutoparStrategy(DDPStrategy):
 
     def _parts(self, model: Any, optimizers: Any) -> dict[str, Any]:
         states = {f"optimizer {k}": state for k, state in enumerate(optimizers)}
-        return {"model": model, **states, **random_states([self.parallel])}
-
-
-class _Called(Exception):
-    """Raised when a step has reached the call to plan."""
-
-
-def _first_call(trainer: pl.Trainer, part: nn.Module) -> Any:
-    """Arguments of a module's call in a step on the first batch, found without advancing random states."""
-    module = trainer.lightning_module
-    step, loop = {
-        TrainerFn.FITTING: ("training_step", trainer.fit_loop),
-        TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
-        TrainerFn.TESTING: ("test_step", trainer.test_loop),
-        TrainerFn.PREDICTING: ("predict_step", trainer.predict_loop),
-    }[trainer.state.fn]
-    if module.example_input_array is not None and part is module:
-        return module.example_input_array
-    called: list[Any] = []
-
-    def stop(_: Any, args: Any, kwargs: Any) -> None:
-        called.append(_as_inputs(part, args, kwargs))
-        raise _Called
-
-    handle = part.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        with keeping_random_states(), contextlib.suppress(_Called):
-            loop.setup_data()
-            batch = trainer.strategy.batch_to_device(next(iter(loop._combined_loader))[0])
-            loop._combined_loader = None  # training sets it up again, and draws the same rows
-            getattr(module, step)(batch, 0)
-    finally:
-        handle.remove()
-    if not called:
-        raise NotServed(f"{step} does not call the part that runs in parallel", advice="AutoparStrategy(part=...)")
-    return called[0]
-
-
-def _as_inputs(part: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Positional arguments by their names, where others are named."""
-    if not kwargs:
-        return args
-    return {**dict(zip(inspect.signature(part.forward).parameters, args, strict=False)), **kwargs}
+        return {"model": model, **states, **random_states(self.parts.values())}

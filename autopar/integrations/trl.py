@@ -1,6 +1,6 @@
 """`SFTTrainer`: TRL's SFTTrainer, with a model that runs in parallel.
 
-    trainer = SFTTrainer(model, args=SFTConfig(..., bf16=False), train_dataset=data, planning={"parallel": "fsdp"})
+    trainer = SFTTrainer(model, args=SFTConfig(...), train_dataset=data, planning={"parallel": "fsdp"})
 
 TRL puts a fused head into the model, which needs one whole weight. Here the same numbers are computed by plain ops
 inside the model's class, and the plan cuts the head as it does for any loss. Written for TRL 1.16.
@@ -17,6 +17,7 @@ from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 from autopar.integrations import huggingface
+from autopar.letters import NotServed
 
 _IGNORED = -100
 
@@ -30,6 +31,13 @@ class SFTTrainer(huggingface.Trainer, trl.SFTTrainer):
         _with_plain_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
         self.planning = {"outputs": "full", **self.planning}
+
+    def _put_loss_into_model(self) -> None:
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise NotServed(
+                "label_smoothing_factor or compute_loss_func of an SFTTrainer, whose loss is made of its fused head",
+                advice="autopar.integrations.huggingface.Trainer, which serves both",
+            )
 
     def _as_called(self, batch: Any) -> Any:
         return {**batch, "use_cache": False, "fused_lm_head": True}

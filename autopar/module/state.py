@@ -31,6 +31,9 @@ from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 from autopar.solver.plan import Plan
 
+_ONE_BATCH = """the same batch on every rank, drawn with the same seed; or inputs="local", where each rank passes
+rows of its own, as under DistributedDataParallel (model.sampler(dataset) gives them)"""
+
 
 class Replan(Protocol):
     """Traces the model on a call, and plans that like its first plan: on rank 0 for all ranks."""
@@ -157,7 +160,8 @@ class ModelState:
         """Bind a lowered program to this rank and keep it, after checking that all ranks have the same."""
         all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.collectives))
         if lowered.program.is_random and self.random.seed < 0:
-            self.random.seed = from_rank_0(lambda: int(torch.randint(0, 2**62, ())))
+            drawn = int(torch.randint(0, 2**62, ()))  # All ranks draw, so that a script's next draws stay alike.
+            self.random.seed = from_rank_0(lambda: drawn)
         runner = runner_of(lowered, self.setup, self.waiting)
         places = self.caller.places(lowered.graph)
         made = SituatedProgram(situation, grad, lowered, runner, places, sight, self.made)
@@ -176,7 +180,7 @@ class ModelState:
     def check(self, inputs: list[Tensor], program: SituatedProgram) -> None:
         """Check that all ranks hold the same batch."""
         if self.parts is None:
-            all_ranks_hold("input values", inputs)
+            all_ranks_hold("input values", inputs, _ONE_BATCH)
         else:
             self.parts.all_hold(
                 dict(zip(program.lowered.graph.inputs, inputs, strict=True)), program.lowered.rows.inputs

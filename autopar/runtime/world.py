@@ -75,7 +75,7 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def all_ranks_hold(what: str, value: Any) -> None:
+def all_ranks_hold(what: str, value: Any, advice: str = "the same model, inputs and plan on every rank") -> None:
     """Compare a hash of a value; a letter on every rank names the ranks that differ from rank 0.
 
     Ranks that meet here may do different things, each of which compares something: then the letter says what each does.
@@ -95,7 +95,7 @@ def all_ranks_hold(what: str, value: Any) -> None:
     raise Disagreement(
         f"ranks hold different {what}: {others} differ from rank 0",
         seen=words,
-        advice="the same model, inputs and plan on every rank",
+        advice=advice,
     )
 
 

@@ -113,7 +113,91 @@ def test_what_cannot_be_done_is_a_letter():
     strategy = AutoparStrategy(part="nett", parallel="fsdp")
     strategy._lightning_module = Classifier()
     with pytest.raises(NotServed, match=r"(?s)part='nett'.*one of its parts: net"):
-        strategy.parallel  # noqa: B018
+        strategy.parts  # noqa: B018
+    strategy = AutoparStrategy((torch.empty(2, 2),), part=["net.0", "net.2"])
+    strategy._lightning_module = Classifier()
+    with pytest.raises(NotServed, match=r"AutoparStrategy\(batch\) beside 2 parts: net.0, net.2"):
+        strategy._calls(None, strategy.parts)
+
+
+def gan(rank, ranks, planning, folder, resume):
+    """Two networks and two optimizers by hand, a step of each on every batch, and what they say."""
+    import lightning.pytorch as pl
+    from torch.nn import functional as F
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    nn = torch.nn
+
+    class Pair(pl.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.maker = nn.Sequential(nn.Linear(8, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+            self.judge = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1))
+            self.said = []
+
+        def forward(self, noise):
+            return self.maker(noise)
+
+        def training_step(self, batch, index):
+            (real,) = batch
+            of_maker, of_judge = self.optimizers()
+            noise = torch.randn(len(real), 8)
+            with of_maker.toggle_model():
+                loss = F.softplus(-self.judge(self(noise))).mean()
+                self.log("maker", loss)
+                of_maker.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(of_maker, 0.5, "norm")
+                of_maker.step()
+            with of_judge.toggle_model():
+                false = F.softplus(self.judge(self(noise).detach())).mean()
+                true = F.softplus(-self.judge(real)).mean()
+                of_judge.zero_grad()
+                self.manual_backward(false + true)
+                of_judge.step()
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+            self.said += [float(loss), float(false), float(true)]
+
+        def configure_optimizers(self):
+            found = [torch.optim.Adam(net.parameters(), lr=1e-2) for net in (self.maker, self.judge)]
+            return found, [torch.optim.lr_scheduler.StepLR(optimizer, 3) for optimizer in found]
+
+    pl.seed_everything(1, verbose=False)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 16))
+    module = Pair()
+    how = {"devices": ranks}
+    if planning is not None:
+        from autopar.integrations.lightning import AutoparStrategy
+
+        how["strategy"] = AutoparStrategy(**planning)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=3 if resume else 2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[pl.callbacks.ModelCheckpoint(folder, "end")], **how,
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
+    trainer.fit(module, loader, ckpt_path=f"{resume}/end.ckpt" if resume else None)
+    return module.said, weights_of(module)
+
+
+BODIES["gan"] = gan
+
+
+@pytest.mark.machines
+@pytest.mark.timeout(400)
+def test_two_networks_are_optimized_by_hand_as_on_one_device(tmp_path):
+    """Each is a part of its own; noise and the order of rows are drawn as on one device, without another seed."""
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    right = on_processes(1, on_rank, "gan", 1, None, one, "")[0]
+    found = on_processes(RANKS, on_rank, "gan", RANKS, {"parallel": "fsdp"}, two, "", timeout_s=150)
+    check_alike(found[0], right)
+    assert found[0][0] == found[1][0] and len(found[0][0]) == 30
+    right = on_processes(1, on_rank, "gan", 1, None, one + "1", one)[0]
+    found = on_processes(RANKS, on_rank, "gan", RANKS, {"parallel": "tp"}, two + "1", two, timeout_s=150)
+    check_alike(found[0], right)
+    assert len(found[0][0]) == 15
 
 
 def dropping():
@@ -125,7 +209,7 @@ def on_rank_with_dropout(rank, name, folder, resume):
     from examples import accelerate_loop, fabric_loop
 
     accelerate_loop.model = fabric_loop.model = dropping
-    return on_rank(rank, name, RANKS, {"parallel": "tp"}, folder, resume)
+    return *on_rank(rank, name, RANKS, {"parallel": "tp"}, folder, resume), float(torch.rand(()))
 
 
 @pytest.mark.machines
@@ -134,7 +218,8 @@ def on_rank_with_dropout(rank, name, folder, resume):
 def test_random_numbers_go_on_where_they_were(name, tmp_path):
     """A run with dropout that is resumed says, bit for bit, what the run says that was not stopped."""
     two, three = str(tmp_path / "two"), str(tmp_path / "three")
-    whole = on_processes(RANKS, on_rank_with_dropout, name, two, "", timeout_s=150)[0]
+    whole, other = on_processes(RANKS, on_rank_with_dropout, name, two, "", timeout_s=150)
+    assert whole[2] == other[2]  # what a script draws is alike on all ranks
     resumed = on_processes(RANKS, on_rank_with_dropout, name, three, two, timeout_s=150)[0]
     assert resumed[0] == whole[0][-len(resumed[0]) :] and len(resumed[0]) >= 8
     assert all(torch.equal(weight, whole[1][key]) for key, weight in resumed[1].items())
@@ -149,7 +234,14 @@ def saves(rank, folder):
     as_torchrun(rank, RANKS)
     made = ours.Accelerator(cpu=True, planning={"parallel": "fsdp"})
     loader = DataLoader([{k: v[0] for k, v in language.drawn(1, 8, 40).items()} for _ in range(8)], batch_size=2)
-    model, loader = made.prepare(language.gpt2(1, 16, 40, 16, dropout=0.0), loader)
+    model = language.gpt2(1, 16, 40, 16, dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule, loader = made.prepare(model, optimizer, schedule, loader)
+    made.backward(model(**next(iter(loader))).loss)
+    optimizer.step()
+    schedule.step()
+    assert len(loader) == 4 // RANKS and schedule.get_last_lr() == [0.1 * 0.5**RANKS]  # as docs/trainers.md says
     made.save_model(model, f"{folder}/model")
     made.unwrap_model(model).save_pretrained(
         f"{folder}/pretrained",
