@@ -166,7 +166,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 
 def _of_plan(parser: argparse.ArgumentParser) -> None:
     _add_planning(parser)
-    parser.add_argument("--beside", action="store_true", help="plan dp, zero3 and megatron beside it")
+    parser.add_argument("--beside", action="store_true", help="plan ddp, fsdp and megatron beside it")
     parser.add_argument("--table", action="store_true", help="print all of the plan")
     parser.add_argument("--out", default="", help="where the plan goes: plan.json")
     parser.add_argument("--report", default="", help="where a page about it goes: plan.html")

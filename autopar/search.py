@@ -31,9 +31,10 @@ from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Beside, Plan
 from autopar.solver.rivals import PricedSpace
 from autopar.turns import head_of
+from autopar.workload import workload_of
 
 log = logging.getLogger("autopar")
-_BESIDE = ("dp", "zero3", "megatron")  # presets that a plan is compared with
+_BESIDE = ("ddp", "fsdp", "megatron")  # presets that a plan is compared with
 
 
 def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
@@ -43,7 +44,7 @@ def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial:
     if nothing fits.
     """
     began = time.monotonic()
-    found = _in_few_turns(graph, request, started, is_trial)
+    found = replace(_in_few_turns(graph, request, started, is_trial), workload=workload_of(graph, request))
     log.info("planned on mesh %s in %.1f s, gap %.2f%%", found.mesh, time.monotonic() - began, 100 * found.gap)
     if isinstance(found.search, PricedSpace):
         found.search.others = functools.partial(_beside, graph, request, found.mesh, found.microbatches)

@@ -179,7 +179,8 @@ def gather_ahead(half: Half) -> None:
             _move_before(anchor, nodes, made)
             with graph.inserting_before(anchor):
                 begun = begin(graph, kind, [n.args[0] for n in nodes], axis, *numbers_of(nodes))
-            own = [ready[w] for w, _ in (gathers[n] for n in nodes) if w in ready and begun < ready[w]]
+            windows = {gathers[n][0] for n in nodes}
+            own = [ready[window] for window in windows & ready.keys() if begun < ready[window]]
             place = min(nodes + then + own)
             finish_before(graph, begun, nodes, max(begun.next, begun_at.get(place, place)))
             begun_at.setdefault(anchor, begun.all_input_nodes[0])

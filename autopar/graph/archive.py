@@ -115,7 +115,7 @@ def _read_spec(text: str) -> pytree.TreeSpec:
 
 
 # The values of fields that texts of older releases lack.
-_LATER = {"sets": (), "backward_from": (), "turns": 1, "in_turns": (), "rows_out": ()}
+_LATER = {"model": "", "sets": (), "backward_from": (), "turns": 1, "in_turns": (), "rows_out": ()}
 _WRITES: dict[Any, Write] = {
     "input_spec": _spec,
     "output_spec": _spec,

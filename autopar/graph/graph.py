@@ -91,6 +91,7 @@ class Graph:
     sets: tuple[tuple[str, Any], ...] = ()  # attributes that a call sets, and to what; tensors are updates
     assumptions: tuple[str, ...] = ()
     training: bool = True
+    model: str = ""  # name of the model's class
     # ("parameter name" or "buffer name", its type): tensors that the model holds and no op reads
     unread: tuple[tuple[str, TensorType], ...] = ()
     backward_from: tuple[str, ...] = ()  # outputs beside the loss that gradients arrive at

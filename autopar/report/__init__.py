@@ -47,8 +47,7 @@ def write_report(plan: Plan, path: str | Path, budgets: int = 0) -> Path:
 def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
     """All that the page shows, as values for JSON."""
     is_here = plan.has_space
-    times, held = plan.line() if is_here else ([], {})
-    known = plan.search.known_beside if plan.search is not None else None
+    times, held = plan.line() if is_here or plan.record.times else ([], {})
     groups = alike(plan)
     return {
         "title": f"a plan for {plan.mesh.size} devices, mesh {plan.mesh}",
@@ -59,12 +58,12 @@ def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
         "budget": plan.budget if math.isfinite(plan.budget) else None,
         "peak": {"bytes": plan.peak_bytes, "at": plan.peak_at, "kinds": dict(plan.memory)},
         "line": {"times": times, "held": held},
-        "step": _step(plan) if is_here else {"places": [], "events": []},
+        "step": _step(plan),
         "parameters": _parameters(plan),
-        "places": _places(plan, groups, is_here),
+        "places": _places(plan, groups),
         "graph": drawn(plan, groups),
         "curve": _curve(plan, budgets) if is_here and budgets else [],
-        "beside": [list(rival) for rival in known or () if not rival.why],
+        "beside": [list(rival) for rival in plan.known_beside or () if not rival.why],
         "meshes": [list(row) for row in plan.meshes],
         "said": [
             *(["careful", w] for w in plan.warnings),
@@ -80,7 +79,7 @@ def _file(name: str) -> str:
 
 def _step(plan: Plan) -> dict[str, list[Any]]:
     """Events of the predicted step: place as a number, lane, part, begin and duration in seconds."""
-    events = plan.timeline().events
+    events = plan.timeline().events if plan.has_space else plan.record.step()
     names = dict.fromkeys(event.place for event in events)
     places = {place: i for i, place in enumerate(names)}
     rows = [[places[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)] for e in events]
@@ -102,7 +101,7 @@ def _parameters(plan: Plan) -> list[list[Any]]:
     return [[name, len(sizes), stored, sum(sizes)] for (name, stored), sizes in rows.items()]
 
 
-def _places(plan: Plan, groups: list[list[str]], is_here: bool) -> list[dict[str, Any]]:
+def _places(plan: Plan, groups: list[list[str]]) -> list[dict[str, Any]]:
     """Places that decide alike, in the step's order, with name, count, op, choice, seconds and more."""
     arriving: dict[str, list[float]] = {}
     for c in plan.conversions:
@@ -124,7 +123,7 @@ def _places(plan: Plan, groups: list[list[str]], is_here: bool) -> list[dict[str
                 "seconds": seconds,
                 "moved": moved,
                 "recomputed": members[0] in recomputed,
-                "told": plan.explain(members[0]) if is_here and (seconds or moved) else "",
+                "told": plan.explain(members[0]) if seconds or moved else "",
                 "source": d.source,
             }
         )

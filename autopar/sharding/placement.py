@@ -8,9 +8,9 @@
                 order)
 
 `S(2, blocks=(64, 16, 16))` cuts each block of the dim separately: each device holds its part of the first 64, then of
-the next 16, then of the last 16. A fused query-key-value weight is cut by heads in this way. Blocks are cut evenly or
-not at all. Parts are those of `torch.chunk`: the first devices hold ceil(n / k) rows, the last may hold fewer, so a
-gather of padded parts is the whole after one trim.
+the next 16, then of the last 16. Many equal blocks are written in short: `blocks=16x4096`. A fused query-key-value
+weight is cut by heads in this way. Blocks are cut evenly or not at all. Parts are those of `torch.chunk`: the first
+devices hold ceil(n / k) rows, the last may hold fewer, so a gather of padded parts is the whole after one trim.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Placement:
         return self.kind == "P"
 
     def __repr__(self) -> str:
-        blocks = f", blocks={self.blocks}" if self.blocks else ""
+        blocks = f", blocks={_in_runs(self.blocks)}" if self.blocks else ""
         return {"R": "R", "S": f"S({self.dim}{blocks})", "P": f"P({self.reduction})"}[self.kind]
 
     @staticmethod
@@ -71,13 +71,36 @@ class Placement:
         text = text.strip()
         if text == "R":
             return R
-        if match := re.fullmatch(r"S\(\s*(\d+)\s*(?:,\s*blocks=\(([\d,\s]+)\)\s*)?\)", text):
-            return S(int(match[1]), tuple(int(n) for n in (match[2] or "").split(",") if n.strip()))
+        if match := _CUT.fullmatch(text):
+            return S(int(match[1]), _from_runs(match[2] or match[3] or ""))
         if text in ("P", "P(sum)"):
             return P("sum")
         raise BadSharding(f"{text!r} is not a placement", advice="R, S(dim) or P(sum), for example S(0)")
 
 
+def _in_runs(blocks: tuple[int, ...]) -> str:
+    """Blocks as text, more than three equal ones in a row in short: `16x4096`, `(8x64, 16, 16)`."""
+    runs = [(size, len(list(alike))) for size, alike in itertools.groupby(blocks)]
+    if max(count for _, count in runs) <= 3:
+        return str(blocks)
+    said = [f"{count}x{size}" if count > 3 else ", ".join([str(size)] * count) for size, count in runs]
+    return said[0] if len(said) == 1 else f"({', '.join(said)})"
+
+
+def _from_runs(text: str) -> tuple[int, ...]:
+    """The blocks that `_in_runs` wrote."""
+    blocks: list[int] = []
+    for run in filter(str.strip, text.split(",")):
+        *count, size = map(int, run.split("x"))
+        if not 0 < math.prod(count) < _MOST_BLOCKS:
+            raise BadSharding(f"blocks={text}: {math.prod(count)} blocks")
+        blocks += [size] * math.prod(count)
+    return tuple(blocks)
+
+
+_MOST_BLOCKS = 1 << 20
+_RUN = r"\s*\d+(?:x\d+)?\s*"
+_CUT = re.compile(rf"S\(\s*(\d+)\s*(?:,\s*blocks=(?:\(({_RUN}(?:,{_RUN})*,?\s*)\)|(\d+x\d+))\s*)?\)")
 R = Placement("R")
 
 

@@ -23,6 +23,8 @@ from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
 from autopar.solver import folding
 from autopar.solver.decision import Conversion, Decision, states_of
+from autopar.solver.record import Record, record_of
+from autopar.solver.workload import Workload
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
@@ -39,6 +41,7 @@ _KEYS = (
     *("peak_at", "budget", "meshes", "beside_s", "hidden_s", "accumulation", "precision", "scattered", "recomputed"),
     *("recompute_s", "first_peak_bytes", "window_bytes", "suspected", "stopped", "sources", "compiled", "chunks"),
     *("kernels", "fused", "microbatches", "needed", "unaligned", "passing"),
+    "workload",
 )
 # Attributes that are left out of a file where they have these values.
 _LEFT_OUT: dict[str, Any] = {
@@ -51,6 +54,7 @@ _LEFT_OUT: dict[str, Any] = {
     "needed": {},
     "unaligned": {},
     "passing": {},
+    "workload": Workload(),
 }
 # The values of attributes that files of older releases lack.
 _LATER = {"window_bytes": 25 * 2**20, "first_peak_bytes": 0, "suspected": (), "stopped": (), "sources": {}}
@@ -58,7 +62,8 @@ _LATER = {"window_bytes": 25 * 2**20, "first_peak_bytes": 0, "suspected": (), "s
 
 def write(plan: Plan, path: str | Path) -> None:
     try:
-        data = {"version": folding.VERSION, "autopar": __version__, **folding.fold(written(plan))}
+        record = Codec({}, {}).plain(record_of(plan))
+        data = {"version": folding.VERSION, "autopar": __version__, **folding.fold(written(plan)), "record": record}
         Path(path).write_text(folding.written(data), encoding="utf-8")
     except (OSError, TypeError) as e:
         raise BadPlan(f"the plan cannot be written to {path}", seen=f"{type(e).__name__}: {e}") from e
@@ -157,10 +162,10 @@ def _fields(cls: type[Plan], data: Mapping[str, Any]) -> dict[str, Any]:
     if data["version"] < VERSION:
         data = {**data, "recomputed": [], "recompute_s": 0.0}
     mesh = DeviceMesh(**_MESH.read(DeviceMesh, data["mesh"], {"ranks": ()}, codec.fields_of(DeviceMesh)))
-    missing = {**_LEFT_OUT, **_LATER, "fused": {}}
+    missing = {**_LEFT_OUT, **_LATER, "fused": {}, "record": Record()}
     if data.get("kernels"):
         missing["fused"] = None  # A file of an older release does not say where its kernels stand.
-    found = _codec(mesh).read(cls, data, missing, _KEYS)
+    found = _codec(mesh).read(cls, data, missing, (*_KEYS, "record"))
     states = states_of(*(found.pop(key) for key in ("recomputed", "passing", "regathered")))
     return {**found, "states": states}
 

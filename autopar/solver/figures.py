@@ -17,6 +17,24 @@ def time(seconds: float) -> str:
     return f"{microseconds(seconds)} us"
 
 
+def between(low: float, high: float) -> str:
+    """An interval of seconds; the unit stands once where both have it."""
+    first, last = time(low), time(high)
+    return f"{first.partition(' ')[0] if first.split()[1] == last.split()[1] else first} to {last}"
+
+
+def count(n: float) -> str:
+    """A large number in short: 8.03B, 124M."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.3g}{unit}"
+    return f"{n:.0f}"
+
+
+def sizes(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
+
+
 def signed(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else '-'}{time(abs(seconds))}"
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from autopar.letters import BadBudget, BadPlan
-from autopar.sharding.certainty import spread
+from autopar.sharding.certainty import middle, spread
 from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
@@ -26,6 +26,8 @@ from autopar.solver import archive, summary, text
 from autopar.solver.decision import Conversion, Decision, Recomputed, Regathered, State, states_of
 from autopar.solver.lanes import Event
 from autopar.solver.profiled import StepTimeline
+from autopar.solver.record import Record
+from autopar.solver.workload import Rates, Workload
 from autopar.space.space import StoragePolicy
 
 if TYPE_CHECKING:
@@ -141,9 +143,15 @@ class Plan:
     suspected: tuple[tuple[str, str], ...] = ()
     # searches that were stopped before their end, after work that was counted: the gap says what they left open
     stopped: tuple[str, ...] = ()
+    workload: Workload = field(
+        default_factory=Workload, repr=False
+    )  # What a step computes; files of older releases do not say.
     # Text about the values that the certificate of the lowered program leaves untyped. Not written to files.
     untyped: str = field(default="", repr=False, compare=False)
     search: SearchedSpace | None = field(default=None, repr=False, compare=False)
+    record: Record = field(
+        default_factory=Record, repr=False, compare=False
+    )  # The file that a plan is read from keeps a little of the search.
 
     check_graph: ClassVar[GraphCheck | None] = None  # given by autopar.api, which can trace a model
     write_report: ClassVar[Callable[..., Path] | None] = None  # given by autopar.report
@@ -162,6 +170,23 @@ class Plan:
     def gap(self) -> float:
         """The distance from the lower bound, as a share of the step time: a better plan can gain no more."""
         return (self.step_time_s - self.lower_bound_s) / self.step_time_s if self.step_time_s else 0.0
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that a measured step is expected to take: the median, by the predictions' sources.
+
+        `step_time_s` is the sum of formulas behind it, in which plans are compared.
+        """
+        return self.step_time_s * middle(self.sources)
+
+    @property
+    def rates(self) -> Rates:
+        """Rows and tokens a second, and MFU, of a step that takes as long as is expected."""
+        return self.rates_at(self.expected_s)
+
+    def rates_at(self, step_s: float) -> Rates:
+        """Rows and tokens a second, and MFU, of a step that takes so many seconds, as one that was measured."""
+        return Rates.of(self.workload, self.mesh.size, step_s)
 
     @property
     def step_interval_s(self) -> tuple[float, float]:
@@ -218,7 +243,7 @@ class Plan:
         return text.table_of(self)
 
     def beside(self) -> tuple[Beside, ...]:
-        """The same model on the same mesh under dp, zero3 and megatron, whatever memory they take.
+        """The same model on the same mesh under ddp, fsdp and megatron, whatever memory they take.
 
         As `explain`, it needs the space: it is for the process that planned. `print(plan)` names them from then on.
         """
@@ -235,9 +260,19 @@ class Plan:
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """The times of a step by name, and the bytes that a device holds at each, by kind.
 
-        As `explain`, it needs the space.
+        Of a plan that was read from a file, the fullest time of each of some 200 spans of the step.
         """
-        return self._searched("line").line()
+        is_in_file = not self.has_space and bool(self.record.times)
+        return self.record.line() if is_in_file else self._searched("line").line()
+
+    @property
+    def known_beside(self) -> tuple[Beside, ...] | None:
+        """Plans of presets on the same mesh, if they were asked for before the plan was saved; else None."""
+        if self.search is not None and self.search.known_beside is not None:
+            return self.search.known_beside
+        rows = self.record.beside
+        found = [Beside(name, math.inf if s is None else s, n, fits, why) for name, s, n, fits, why in rows]
+        return tuple(found) or None
 
     def timeline(self) -> StepTimeline:
         """The predicted step, event by event: `.save(path)` writes a trace for Perfetto.

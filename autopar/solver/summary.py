@@ -1,6 +1,7 @@
-"""A summary of a plan: what it does in words, what it takes, and how far from the best it may be.
+"""A summary of a plan: what it does in words, what a step takes, and how far from the best it may be.
 
-At most `LINES` lines of `WIDTH` columns. The whole of it is `plan.table()`.
+At most `LINES` lines of `WIDTH` columns, none of which is cut: what finds no room is counted. The whole of it is
+`plan.table()`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from autopar.graph.layers import folded
 from autopar.sharding.certainty import FROM
 from autopar.sharding.placement import Placement
 from autopar.solver.decision import Decision, Regathered
-from autopar.solver.figures import size, time
+from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -24,69 +25,147 @@ if TYPE_CHECKING:
 
 _LIMITS = LIMITS.words
 
-LINES = 15
+LINES = 16
 WIDTH = 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # names of products, where no op surely uses a weight
+_MORE = "plan.table(), plan.explain(name), plan.report(path)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A label, parts of text that are joined, and the lines that they may take."""
+
+    label: str
+    parts: Sequence[str]
+    most: int = 2
+    between: str = ", "
+
+    @property
+    def least(self) -> int:
+        """The lines of the first part, which is never left out."""
+        return len(self._wrapped(1))
+
+    def lines(self, most: int) -> list[str]:
+        """The row in as many lines, or in those of its first part; parts that find no room are counted."""
+        found = self._wrapped(1)
+        for kept in range(len(self.parts), 1, -1):
+            lines = self._wrapped(kept)
+            if len(lines) <= most:
+                found = lines
+                break
+        return [f"{head:<{_LABEL}}{line}" for head, line in zip([self.label, *[""] * len(found)], found, strict=False)]
+
+    def _wrapped(self, kept: int) -> list[str]:
+        left = len(self.parts) - kept
+        said = [*self.parts[:kept], *([f"and {left} more"] if left else [])]
+        return textwrap.wrap(self.between.join(said), WIDTH - _LABEL, break_on_hyphens=False)
 
 
 def summary_of(plan: Plan) -> str:
     """The summary of a plan as text."""
-    rows = [*_what(plan), *_takes(plan), *_warnings(plan)]
-    lines = [line for label, text, most in rows for line in _wrapped(label, text, most)]
-    left = LINES - 1 - len(lines)
-    said = [line for label, text, most in _said(plan) for line in _wrapped(label, text, most)]
-    if len(said) > left > 0:
-        said[left - 1] = _cut_short(said[left - 1])
-    return "\n".join([*lines, *said[:left], "whole     plan.table(); one place of it: plan.explain(name)"])
+    rows = [*_what(plan), *_takes(plan), *_warnings(plan), *_said(plan)]
+    room = [len(row.lines(row.most)) for row in rows]
+    while sum(room) > LINES - 1:  # The longest row gives up a line, and counts what stood on it.
+        able = [k for k, row in enumerate(rows) if room[k] > row.least]
+        if not able:
+            break
+        room[max(able, key=lambda k: (rows[k].label != "plan", room[k], k))] -= 1
+    lines = [line for row, most in zip(rows, room, strict=True) for line in row.lines(most)]
+    return "\n".join([*lines, f"{'more':<{_LABEL}}{_MORE}"])
 
 
-_Line = tuple[str, str, int]  # label, text, and the lines that it may take
+def title_of(plan: Plan) -> str:
+    """The model and its devices in a few words."""
+    work = plan.workload
+    model = f"{work.model}, {count(work.parameters)} parameters" if work.model else "a plan"
+    return f"{model}, on {plan.mesh.size} x {_device(plan)}"
 
 
-def _wrapped(label: str, text: str, most: int) -> list[str]:
-    lines = textwrap.wrap(text, WIDTH - _LABEL, max_lines=most, placeholder=" ...", break_long_words=True)
-    return [f"{head:<{_LABEL}}{line}" for head, line in zip([label, *[""] * most], lines, strict=False)]
+def _device(plan: Plan) -> str:
+    return plan.workload.device or plan.cluster
 
 
-def _cut_short(line: str) -> str:
-    """A line that ends in "...", as more follows that is not printed."""
-    room = WIDTH - len(" ...")
-    kept = line if len(line) <= room else line[:room].rpartition(" ")[0]
-    return f"{kept.rstrip('; ')} ..."
+def batch_of(plan: Plan) -> str:
+    """The batch of a call in words, and the calls of a step."""
+    work = plan.workload
+    rows = work.rows // plan.accumulation
+    shapes = [f"{name} {sizes(shape)}" for name, shape in work.inputs.items() if shape]
+    if work.tokens:
+        said = f"batch {rows} x {work.tokens // work.rows} tokens"
+    else:
+        said = f"batch {rows}" + (f" ({', '.join(shapes[:2])})" if shapes else "")
+    return said + (f" a call, {plan.accumulation} calls a step" if plan.accumulation > 1 else "")
 
 
-def _what(plan: Plan) -> Iterator[_Line]:
-    """Lines about what the plan does."""
-    made = ", compiled" if plan.compiled else ""
-    dtypes = f", computes in {plan.precision[0]}" if plan.precision else ""
-    count = f"{plan.mesh.size} device{'s' if plan.mesh.size > 1 else ''}"
-    yield "plan", f"for {count}, mesh {plan.mesh}{dtypes}{made}, cluster {plan.cluster}", 1
-    yield "does", verdict(plan), 3
+def _what(plan: Plan) -> Iterator[_Row]:
+    """Rows about the model, the devices, and what the plan does."""
+    work = plan.workload
+    optimizer = plan.optimizer if isinstance(plan.optimizer, str) else f"{plan.optimizer:g} bytes of states a parameter"
+    made = [f"{plan.precision[0]} compute" if plan.precision else work.dtype, optimizer]
+    made += ["torch.compile"] if plan.compiled else []
+    if work.model:
+        yield _Row("model", [f"{work.model}, {count(work.parameters)} parameters", batch_of(plan), *made])
+    name = plan.cluster.partition(" ")[0]
+    apart = "" if work.model else f", {', '.join(filter(None, made))}"
+    yield _Row("devices", [f"{plan.mesh.size} x {_device(plan)} (cluster {name}), mesh {plan.mesh}{apart}"])
+    yield _Row("plan", parts_of_verdict(plan), 4, "; ")
     if plan.recomputed:
         passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
         values = (name.rpartition(":")[0] if name[-1:].isdigit() and ":" in name else name for name in plan.recomputed)
-        yield "recompute", f"{len(plan.recomputed)} values{passing}: {_named(Counter(map(_short, values)))}", 2
+        places = _named(Counter(map(_short, values)))
+        yield _Row("recompute", [f"{len(plan.recomputed)} values{passing}: {places[0]}", *places[1:]])
 
 
-def _takes(plan: Plan) -> Iterator[_Line]:
-    """Lines about the plan's seconds and bytes."""
-    said = ", ".join(f"{time(s)} {what}" for what, s in parts_of_step(plan).items() if s >= 0.0005 * plan.step_time_s)
-    yield "step", f"{time(plan.step_time_s)}: {said}{_expected(plan)}", 3
+def speed_of(plan: Plan) -> str:
+    """The expected seconds of a step, the interval of measured ones, and what the devices reach."""
+    rates, work = plan.rates, plan.workload
+    said = f"{time(rates.step_s)} a step"
+    if sum(plan.sources.values()):
+        said += f" ({between(*plan.step_interval_s)} in nine of ten)"
+    if not work.rows or not rates.step_s:
+        return said
+    each = rates.tokens_per_s_device if work.tokens else rates.rows_per_s / plan.mesh.size
+    said += f", {each:,.{0 if each >= 100 else 1}f} {'tokens' if work.tokens else 'rows'}/s a device"
+    return f"{said}, MFU {rates.mfu:.1%}" if work.flops else said
+
+
+def _takes(plan: Plan) -> Iterator[_Row]:
+    """Rows about the plan's seconds and bytes."""
+    yield _Row("speed", [speed_of(plan)])
+    if shares := _shares_of_step(plan):
+        source = f" {sources_of(plan, _LIMITS.some)}" if sum(plan.sources.values()) else ""
+        yield _Row("", [f"{time(plan.step_time_s)} by formulas{source}: {shares[0]}", *shares[1:]])
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
     large = [(kind, n) for kind, n in kinds if n >= _LIMITS.large * plan.peak_bytes]
     rest = sum(plan.memory.values()) - sum(n for _, n in large)
-    held = ", ".join(f"{kind} {size(n)}" for kind, n in [*large, ("others", rest)] if n)
-    of_budget = f" of {size(plan.budget)}" if math.isfinite(plan.budget) else ""
-    yield "memory", f"{size(plan.peak_bytes)}{of_budget} at the {plan.peak_at}: {held}", 3
+    held = [f"{kind} {size(n)}" for kind, n in [*large, ("others", rest)] if n]
+    if held:
+        held[0] = f"{_room(plan)}, fullest at the {plan.peak_at}: {held[0]}"
+    yield _Row("memory", held or [size(plan.peak_bytes)], 3)
     within = " within the budget" if math.isfinite(plan.budget) else ""
     of = f" {plan.bound_of}" if plan.bound_of else ""
     on = f" on mesh {plan.mesh}" if plan.meshes else ""  # others were searched, too
-    yield "bound", f"no plan{on}{within}{of} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 2
+    yield _Row("proof", [f"no plan{on}{within}{of} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}"], 3)
     if beside := _beside(plan):
-        yield "beside", beside, 2
-    yield "dearest", _dearest(plan), 2
+        yield _Row("against", beside)
+    yield _Row("slowest", slowest(plan))
+
+
+def _shares_of_step(plan: Plan) -> list[str]:
+    """The parts of a step, the largest first, as shares."""
+    parts = sorted(parts_of_step(plan).items(), key=lambda part: -part[1])
+    return [f"{s / plan.step_time_s:.1%} {what}" for what, s in parts if s and s >= 0.0005 * plan.step_time_s]
+
+
+def _room(plan: Plan) -> str:
+    """The bytes at the peak, of the budget, and those of a device."""
+    said, device = size(plan.peak_bytes), plan.workload.memory_bytes
+    if math.isinf(plan.budget):
+        return f"{said} of a device's {size(device)}" if device else said
+    kept = f" (a device has {size(device)})" if device > plan.budget else ""
+    return f"{said} of {size(plan.budget)}{kept}"
 
 
 def parts_of_step(plan: Plan) -> dict[str, float]:
@@ -100,7 +179,7 @@ def parts_of_step(plan: Plan) -> dict[str, float]:
         "compute": sum(of_kind.values()),
         "optimizer": optimizer,
         ITSELF: of_step,
-        "communication in line": sum(c.seconds for c in plan.conversions) - plan.beside_s,
+        "blocking communication": sum(c.seconds for c in plan.conversions) - plan.beside_s,
         "exposed communication": plan.beside_s - plan.hidden_s,
         "recompute": plan.recompute_s,
     }
@@ -113,69 +192,60 @@ def sources_of(plan: Plan, least: float) -> str:
     return shares[0][1] if len(shares) == 1 else ", ".join(f"{share:.0%} {name}" for share, name in shares)
 
 
-def _expected(plan: Plan) -> str:
-    """Text about the seconds between which a measured step is expected; "" without sources."""
-    if not sum(plan.sources.values()):
-        return ""
-    low, high = plan.step_interval_s
-    rates = ", whose rates no step reaches" if plan.step_time_s < low else ""
-    return f"; expect {time(low)} to {time(high)} in nine of ten, {sources_of(plan, _LIMITS.some)}{rates}"
-
-
-def _warnings(plan: Plan) -> Iterator[_Line]:
-    """Lines of warnings."""
+def _warnings(plan: Plan) -> Iterator[_Row]:
+    """Rows of warnings."""
     if plan.without_rule:
         cost = sum(plan.decisions[name].seconds for name in plan.without_rule)
         names = _named(Counter(map(_short, plan.without_rule)))
-        yield "careful", f"replicated for want of a rule ({time(cost)} a step): {names}", 1
+        yield _Row("warning", [f"replicated for want of a rule ({time(cost)} a step): {names[0]}", *names[1:]])
     if plan.unaligned:
         lost = sum(plan.unaligned.values())
         names = _named(Counter(map(_short, plan.unaligned)))
-        more = f"{names} would take {time(lost)} less with sizes that are multiples of 8"
-        yield "careful", f"{more} (in transformers: model.resize_token_embeddings(None, pad_to_multiple_of=8))", 2
-    for warning in plan.warnings:
-        yield "careful", warning, 1
+        more = f"{', '.join(names)} would take {time(lost)} less with sizes that are multiples of 8"
+        yield _Row("warning", [more, "in transformers: model.resize_token_embeddings(None, pad_to_multiple_of=8)"])
+    if plan.warnings:
+        yield _Row("warning", plan.warnings, 3, "; ")
     if plan.untyped:
-        yield "untyped", plan.untyped, 2
+        yield _Row("untyped", [plan.untyped])
     if plan.stopped:
-        yield "stopped", f"{', '.join(plan.stopped)}, after the work that it is given", 1
+        yield _Row("stopped", [*plan.stopped[:-1], f"{plan.stopped[-1]}: after the work that it is given"], 1)
 
 
-def _said(plan: Plan) -> Iterator[_Line]:
-    """Lines about assumptions, and about the meaning of defaults."""
-    if plan.assumptions:
-        yield "assumed", "; ".join(plan.assumptions), 1
-    said = [f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults]
+def _said(plan: Plan) -> Iterator[_Row]:
+    """A row about assumptions, and about the meaning of defaults."""
+    said = [*plan.assumptions, *(f"{name}: {meaning.partition(':')[0]}" for name, meaning in plan.defaults)]
     if said:
-        yield "defaults", "; ".join(said), 2
+        yield _Row("assumed", said, 2, "; ")
 
 
-def _beside(plan: Plan) -> str:
-    """Text about the plans of presets on the mesh, or how to ask for them; "" without the space."""
-    known = plan.search.known_beside if plan.search is not None else None
-    if known is None and not plan.has_space:
-        return ""
-    if known is None:
-        return "plan.beside(), or --beside, plans the same model under dp, zero3 and megatron"
-    return "; ".join(map(_of_rival, known))
+def _beside(plan: Plan) -> list[str]:
+    """Texts about the plans of presets on the mesh, or how to ask for them; none without the space."""
+    if plan.known_beside is not None:
+        return [_of_rival(plan, rival) for rival in plan.known_beside]
+    return ["plan.beside(), or --beside, plans the same model under ddp, fsdp and megatron"] if plan.has_space else []
 
 
-def _of_rival(rival: Beside) -> str:
+def _of_rival(plan: Plan, rival: Beside) -> str:
+    """Text about a preset's plan beside this one."""
     if rival.why:
         return f"{rival.name} {rival.why}"
-    fits = "" if rival.fits else ", over the budget before recompute"
-    return f"{rival.name} {time(rival.step_time_s)} ({size(rival.peak_bytes)}{fits})"
+    if not rival.fits:
+        return f"{rival.name} needs {size(rival.peak_bytes)} where nothing is recomputed"
+    ratio = rival.step_time_s / plan.step_time_s if plan.step_time_s else 1.0
+    takes = "as long" if abs(ratio - 1) < 0.005 else f"{ratio:.2f} times as long"
+    return f"{rival.name} takes {takes} ({size(rival.peak_bytes)})"
 
 
-def _dearest(plan: Plan) -> str:
+def slowest(plan: Plan) -> list[str]:
     """The places that take most of the step, with those of all layers added up."""
     seconds: dict[str, float] = defaultdict(float)
     for name, d in plan.decisions.items():
         seconds[ITSELF if d.kind == "output" else _short(name)] += d.seconds
     for c in plan.conversions:
         seconds[f"{_short(c.source)} -> {_short(c.target)}"] += c.seconds
-    dearest = sorted(seconds.items(), key=lambda pair: -pair[1])[: _LIMITS.dearest]
-    return ", ".join(f"{name} {s / plan.step_time_s:.0%}" for name, s in dearest if s) if plan.step_time_s else ""
+    found = sorted(seconds.items(), key=lambda pair: -pair[1])[: _LIMITS.slowest]
+    said = [f"{name} {s / plan.step_time_s:.0%}" for name, s in found if s] if plan.step_time_s else []
+    return said or ["nothing takes time"]
 
 
 # -- the plan in words
@@ -183,17 +253,55 @@ def _dearest(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """The plan in words: what each axis of the mesh cuts, axes of one role together."""
+    return "; ".join(parts_of_verdict(plan))
+
+
+def parts_of_verdict(plan: Plan) -> list[str]:
+    """The sentences of `verdict`."""
+    said = ["everything runs on one device"] if plan.mesh.size == 1 else _roles_in_words(plan)
+    if plan.microbatches > 1:
+        said.append(f"the batch passes in {plan.microbatches} micro-batches")
+    if plan.chunks > 1:
+        said.append(f"the loss head runs in {plan.chunks} chunks of rows")
+    return said
+
+
+def _roles_in_words(plan: Plan) -> list[str]:
+    """A sentence for each role that axes of the mesh have."""
     roles: dict[tuple[_Role, int], list[int]] = defaultdict(list)
     for axis, n in enumerate(plan.mesh.shape):
         if n > 1:
             role = _role(plan, axis)
             alone = axis if 0 < role.stored < 10 else -1  # another axis may cut other parameters
             roles[role, alone].append(axis)
-    said = [role.text(plan, axes) for (role, _), axes in roles.items()]
-    turns = [f"the batch passes in {plan.microbatches} micro-batches"] if plan.microbatches > 1 else []
-    calls = [f"a step is {plan.accumulation} calls"] if plan.accumulation > 1 else []
-    head = [f"the loss head runs in {plan.chunks} chunks of rows"] if plan.chunks > 1 else []
-    return "; ".join([*said, *calls, *turns, *head]) or "everything runs on one device"
+    if all(role.is_idle for role, _ in roles):
+        why = "" if plan.bound_of else ", as any exchange would take longer than it saves"
+        return [f"nothing is divided: each of the {plan.mesh.size} devices computes all of it{why}"]
+    used = [text for (role, _), axes in roles.items() if (text := role.text(plan, axes))]
+    stored: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
+    for (role, alone), axes in roles.items():
+        if role.stored and not role.weights:  # Weights that are used in parts are stored so.
+            stored[role.stored, role.is_regathered, alone] += axes
+    kept = [_storage(plan, tenths, again, axes) for (tenths, again, _), axes in stored.items()]
+    return [*used, *kept]
+
+
+def _storage(plan: Plan, tenths: int, is_regathered: bool, axes: Sequence[int]) -> str:
+    """Text about the parameters that are stored in parts along axes, in the field's words."""
+    share = "" if tenths == 10 else f" for {tenths}0% of parameter bytes"
+    along = f"sharded over {_along(plan, axes)}{share}"
+    if is_regathered:
+        return f"parameters, gradients and optimizer states {along} (ZeRO-3, FSDP)"
+    if plan.accumulation * plan.microbatches > 1 and not plan.scattered:
+        return f"optimizer states {along} (ZeRO-1)"
+    return f"gradients and optimizer states {along}, and parameters between steps (ZeRO-2)"
+
+
+def _along(plan: Plan, axes: Sequence[int]) -> str:
+    """The devices along axes, and the names of these where the mesh has several."""
+    n = math.prod(plan.mesh.shape[a] for a in axes)
+    names = ", ".join(plan.mesh.axes[a] for a in axes)
+    return f"{n} devices" if len(plan.mesh.shape) == 1 else f"{n} ({'axis' if len(axes) == 1 else 'axes'} {names})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,23 +315,23 @@ class _Role:
     is_regathered: bool
     modules: tuple[str, ...]  # modules whose weights are used in parts
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is cut along the axis."""
+        return not (self.rows or self.positions or self.weights or self.stored)
+
     def text(self, plan: Plan, axes: Sequence[int]) -> str:
-        n = math.prod(plan.mesh.shape[a] for a in axes)
-        names = [plan.mesh.axes[a] for a in axes]
-        word = "axis " if len(axes) == 1 else "axes "
-        along = f"{n} devices" if len(plan.mesh.shape) == 1 else f"{n} ({word}{', '.join(names)})"
+        """Text about the cuts along axes of this role; "" where they only store parameters."""
+        along = _along(plan, axes)
         said = []
-        for tenths, what in ((self.rows, "batch over"), (self.positions, "positions over")):
-            if tenths:
-                said.append(f"{what} {along}{_share(tenths)}")
+        if self.rows:
+            said.append(f"data parallel over {along}{_share(self.rows)}")
+        if self.positions:
+            said.append(f"sequence parallel over {along}{_share(self.positions)}")
         if self.weights:
-            where = f": {_named(Counter(self.modules))}" if self.modules else ""
-            said.append(f"weights over {along}{_share(self.weights)}{where}")
-        elif self.stored:
-            share = "" if self.stored == 10 else f" ({self.stored}0% of their bytes)"
-            again = ", and again in backward" if self.is_regathered else ""
-            said.append(f"parameters stored in {n} parts{share}, gathered where they are used{again}")
-        return ", ".join(said) or f"the same on all {along}"
+            where = f": {', '.join(_named(Counter(self.modules)))}" if self.modules else ""
+            said.append(f"tensor parallel over {along}{_share(self.weights)}{where}")
+        return ", ".join(said) or ("" if self.stored else f"the same on all {along}")
 
 
 def _role(plan: Plan, axis: int) -> _Role:
@@ -308,13 +416,8 @@ def _module(name: str) -> str:
     return op if module in ("", "*") else module
 
 
-def _named(counted: Counter[str]) -> str:
+def _named(counted: Counter[str]) -> list[str]:
     """The most frequent names, and how many more there are."""
     names = [name if n == 1 else f"{name} (x{n})" for name, n in sorted(counted.items(), key=lambda p: (-p[1], p[0]))]
-    return ", ".join(_cut_off(names))
-
-
-def _cut_off(names: Iterable[str]) -> list[str]:
-    names = list(names)
     more = [f"{len(names) - _LIMITS.names} more"] if len(names) > _LIMITS.names else []
     return [*names[: _LIMITS.names], *more]

@@ -21,7 +21,7 @@ from autopar.sharding.strategies import Choice
 from autopar.solver.decision import Conversion, Recomputed
 from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
 from autopar.solver.limits import LIMITS
-from autopar.solver.summary import ITSELF, parts_of_step, sources_of, verdict
+from autopar.solver.summary import ITSELF, batch_of, parts_of_step, sources_of, speed_of, title_of, verdict
 
 if TYPE_CHECKING:
     from autopar.solver.curve import Curve, CurvePoint
@@ -44,6 +44,7 @@ _SETTINGS = (
     "window_bytes",
     "budget",
 )
+_SIZES = ("window_bytes", "budget")
 _GLOSSARY = [
     "R          whole on every device of the axis",
     "S(d)       dim d cut over the axis; blocks=(n, m): each block of it by itself",
@@ -94,7 +95,6 @@ def explained(plan: Plan, pattern: str) -> str:
     if not isinstance(pattern, str) or not pattern:
         raise BadPlan(f"{pattern!r} is not the name of a place", advice="a name that plan.table() prints")
     names = _named(plan, pattern.partition(" (x")[0])
-    knows_rivals = plan.has_space
     blocks: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         blocks.setdefault(tuple(map(folded, _site_lines(plan, name))), []).append(name)
@@ -104,13 +104,19 @@ def explained(plan: Plan, pattern: str) -> str:
         first, *others = _site_lines(plan, name)
         count = f"    and {len(alike) - 1} layers alike" if len(alike) > 1 else ""
         lines += [first + count, *others]
-        if knows_rivals:
-            lines += _price_lines(plan, name)
-            if plan.decisions[name].kind in ("op", "parameter"):
-                lines += _rival_lines(plan, name)
-    if not knows_rivals:
-        lines.append("(the rivals of a choice are known where it was planned: plan again to see them)")
+        known = _reasons(plan, name)
+        lines += known or [
+            "    (rivals are known where it was planned: plan again; a file keeps those of its slowest places)"
+        ]
     return "\n".join(lines)
+
+
+def _reasons(plan: Plan, name: str) -> list[str]:
+    """Lines about the seconds of a site and its best rivals."""
+    if not plan.has_space:
+        return list(plan.record.told.get(folded(name), ()))
+    lines = _price_lines(plan, name)
+    return lines + rival_lines(plan, name) if plan.decisions[name].kind in ("op", "parameter") else lines
 
 
 def _named(plan: Plan, pattern: str) -> list[str]:
@@ -136,7 +142,16 @@ def difference(one: Plan, other: Plan) -> str:
     if not rows:
         return SAME
     said = [f"{'one' if plan is one else 'other':<8}{verdict(plan)}" for plan in (one, other)]
-    return "\n".join([*said, *_told_apart(one, other), "", *aligned(("place", "one", "other"), folded_rows(rows))])
+    table = aligned(("place", "one", "other", ""), [(*row, "") for row in folded_rows(rows)])
+    return "\n".join([*_asked_apart(one, other), *said, *_told_apart(one, other), "", *table])
+
+
+def _asked_apart(one: Plan, other: Plan) -> list[str]:
+    """A line that says that two plans are of other work or devices, so that their seconds do not compare."""
+    for what, text_of in (("models", title_of), ("inputs", batch_of)):
+        if text_of(one) != text_of(other):
+            return [f"{what:<8}{text_of(one)} | {text_of(other)}"]
+    return []
 
 
 def _differences(one: Plan, other: Plan) -> Iterator[Row]:
@@ -156,9 +171,14 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
             yield name, *(said if name in held else none for held in (mine, theirs))
     for name in _SETTINGS:
         if getattr(one, name) != getattr(other, name):
-            yield name, str(getattr(one, name)), str(getattr(other, name))
+            yield name, *(_setting(plan, name) for plan in (one, other))
     if one.passing != other.passing:
         yield "in passing", *(f"{len(plan.passing)} values" for plan in (one, other))
+
+
+def _setting(plan: Plan, name: str) -> str:
+    value = getattr(plan, name)
+    return size(value) if name in _SIZES and math.isfinite(value) else str(value)
 
 
 def _kernels_apart(one: Plan, other: Plan) -> Iterator[Row]:
@@ -235,23 +255,22 @@ def _head(plan: Plan) -> list[str]:
     held = ", ".join(f"{kind} {size(n)}" for kind, n in kinds if n)
     return [
         f"plan for {plan.mesh.size} devices, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}{made}",
-        f"step      {time(plan.step_time_s)} a step: {parts['compute']} compute{batches}, {parts['optimizer']} "
-        f"optimizer, {itself}{parts['communication in line']} communication in line, "
+        *_expected(plan),
+        f"step      {time(plan.step_time_s)} by formulas: {parts['compute']} compute{batches}, {parts['optimizer']} "
+        f"optimizer, {itself}{parts['blocking communication']} blocking communication, "
         f"{parts['exposed communication']} exposed of {time(plan.beside_s)} beside compute, "
         f"{_recomputing(plan)}",
-        *_certainty(plan),
         f"bound     {time(plan.lower_bound_s)} at least for any plan of this model on this mesh{pinned}{within}: gap "
         f"{plan.gap:.2%}",
         f"memory    {size(plan.peak_bytes)} at the {plan.peak_at}{of_budget}: {held}",
     ]
 
 
-def _certainty(plan: Plan) -> list[str]:
-    """A line about the interval of a measured step's seconds and their sources; none without sources."""
+def _expected(plan: Plan) -> list[str]:
+    """A line about the seconds of a measured step and their sources; none without sources."""
     if not sum(plan.sources.values()):
         return []
-    low, high = plan.step_interval_s
-    return [f"expected  {time(low)} to {time(high)} in nine of ten: seconds are {sources_of(plan, 0.005)}"]
+    return [f"expected  {speed_of(plan)}; seconds are {sources_of(plan, 0.005)}"]
 
 
 def _recomputing(plan: Plan) -> str:
@@ -346,7 +365,7 @@ def _price_lines(plan: Plan, name: str) -> list[str]:
     return [f"    {line}" for line in plan.search.told(name)]
 
 
-def _rival_lines(plan: Plan, name: str) -> list[str]:
+def rival_lines(plan: Plan, name: str) -> list[str]:
     """Lines about the best other choices of a site, and why they lost."""
     assert plan.search is not None
     free = ", were there no budget" if plan.recomputed else ""  # states of values have no price here

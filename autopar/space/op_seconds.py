@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -30,7 +29,7 @@ from autopar.sharding.notation import Binding
 from autopar.sharding.placement import largest_local_shape, local_elements, part
 from autopar.sharding.strategies import Choice, values
 from autopar.space.kernel_sites import KernelSites
-from autopar.space.product_roles import groups_of_rows, multiplied, roles_of
+from autopar.space.product_roles import groups_of_rows, loops_of, multiplied, roles_of
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
 from autopar.space.traffic import Chains, Traffic, alone, groups_of, is_fused, relieved_of
@@ -67,9 +66,7 @@ class Chosen:
     @property
     def loops(self) -> list[str]:
         """The factors over which a product loops, a point of FLOPs each; all factors of other ops."""
-        product = facts_of(self.op).flops
-        unlooped = product[1] if product else ""
-        return [f for f in (self.binding.sizes if self.binding else ()) if not re.fullmatch(unlooped, f)]
+        return loops_of(self.op, self.binding) if self.binding else []
 
     def is_broadcast(self, operand: TensorType) -> bool:
         """Whether an operand has fewer elements than the result of its op."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
+from autopar.ops.entry import facts_of
 from autopar.sharding.notation import Binding, Dim
 
 BATCH, ROWS, COLUMNS, SUMS = range(4)
+
+
+def loops_of(op: str, binding: Binding) -> list[str]:
+    """The factors over which a product loops, a point of FLOPs each; all factors of other ops."""
+    product = facts_of(op).flops
+    unlooped = product[1] if product else ""
+    return [factor for factor in binding.sizes if not re.fullmatch(unlooped, factor)]
 
 
 def multiplied(binding: Binding, loops: Sequence[str]) -> tuple[int, ...]:

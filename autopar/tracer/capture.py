@@ -178,6 +178,7 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
         updates=tuple((kind, name) for kind, name, _ in updates),
         assumptions=tuple(dict.fromkeys((*dropped, *recorder.assumptions.lines))),
         training=call.root.training,
+        model=type(call.root).__name__,
     )
 
 

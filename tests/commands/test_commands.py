@@ -48,7 +48,7 @@ def test_a_plan_is_made_shown_and_compared(plans, capsys):
     capsys.readouterr()
     assert main(["show", one]) == 0
     shown = capsys.readouterr().out
-    assert shown.strip() == str(autopar.Plan.load(one)) and "batch over 2 devices" in shown
+    assert shown.strip() == str(autopar.Plan.load(one)) and "data parallel over 2 devices" in shown
     assert main(["show", one, "--table"]) == 0 and "operands -> output" in capsys.readouterr().out
     assert main(["show", one, "--json"]) == 0
     assert autopar.Plan.from_dict(json.loads(capsys.readouterr().out)) == autopar.Plan.load(one)
@@ -71,7 +71,7 @@ def test_what_a_command_line_says_is_what_plan_is_told(capsys, tmp_path):
 
 def test_progress_goes_to_the_standard_error():
     made = run("plan", f"{HERE}:build", "--mesh", "2x2", "--inputs", "x=8x16,labels=8:int64")
-    assert made.returncode == 0 and made.stdout.startswith("plan      for 4 devices")
+    assert made.returncode == 0 and made.stdout.startswith("model     Stack, 4.32K parameters")
     said = made.stderr.splitlines()
     assert any("traced" in line for line in said) and any("planned on mesh" in line for line in said)
     assert all(line.startswith("autopar: ") for line in said)

@@ -2,8 +2,8 @@
 
     python -m tests.golden.cases            # write the text anew; what changed is then a diff to be reviewed
 
-A case is a model family, a mesh, a budget and a precision. Its file holds the plan as users read it, a digest of the
-plan as data, and the forward and backward of one device as Python.
+A case is a model family, a mesh, a budget and a precision. Its file holds the plan as users read it, at one look and in
+full, a digest of the plan as data, and the forward and backward of one device as Python.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Case:
             del decision["source"]  # lines of the model's own file
         digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
         parts = {
+            "first lines": str(plan),
             "plan": plan.table(),
             "plan as data": digest,
             "forward": _code(joint.forward),

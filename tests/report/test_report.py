@@ -105,7 +105,7 @@ def test_a_page_holds_what_the_plan_says(plan, tmp_path):
     events = data["step"]["events"]
     assert max(begins + lasts for *_, begins, lasts in events) == pytest.approx(plan.step_time_s, rel=1e-5)
     assert {data["step"]["places"][e[0]] for e in events} == {e.place for e in plan.timeline().events}
-    assert [row[0] for row in data["beside"]] == ["dp", "zero3", "megatron"] and len(data["curve"]) > 1
+    assert [row[0] for row in data["beside"]] == ["ddp", "fsdp", "megatron"] and len(data["curve"]) > 1
 
 
 def test_the_graph_of_a_page_has_every_value_and_its_conversions(plan, tmp_path):
@@ -135,12 +135,24 @@ def test_a_plan_that_was_read_has_a_page_too(plan, tmp_path, capsys):
     plan.save(tmp_path / "plan.json")
     assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.html")]) == 0
     data = json.loads(Page((tmp_path / "plan.html").read_text()).text)
-    assert data["line"]["times"] == [] and data["peak"]["bytes"] == plan.peak_bytes
+    whole = [sum(kinds) for kinds in zip(*data["line"]["held"].values(), strict=True)]
+    assert len(whole) <= 200 and data["line"]["times"][whole.index(max(whole))] == plan.peak_at
+    assert max(whole) == pytest.approx(plan.peak_bytes, abs=len(data["line"]["held"]))
+    events = data["step"]["events"]
+    assert max(begins + lasts for *_, begins, lasts in events) == pytest.approx(plan.step_time_s, rel=1e-4)
+    busy = sum(lasts for _, lane, *_, lasts in events if lane == "compute")
+    assert busy == pytest.approx(sum(e.seconds for e in plan.timeline().events if e.lane == "compute"), rel=0.01)
+    assert [row[0] for row in data["beside"]] == ["ddp", "fsdp", "megatron"]
+    slowest = max((p for p in data["places"] if p["op"] != "output"), key=lambda p: p["seconds"])
+    assert "rival" in slowest["told"] and "rival" in Plan.load(tmp_path / "plan.json").explain(slowest["name"])
     assert data["parameters"] and data["places"] and "parameters" in data["peak"]["kinds"]
     alone = [sys.executable, "-m", "autopar", "report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "alone.html")]
     assert subprocess.run(alone, timeout=60, capture_output=True).returncode == 0 and (tmp_path / "alone.html").exists()
     with pytest.raises(autopar.letters.BadPlan, match="is gone"):
-        Plan.load(tmp_path / "plan.json").line()
+        Plan.load(tmp_path / "plan.json").timeline()  # a file has the events of blocks only
+    again = Plan.load(tmp_path / "plan.json")
+    again.save(tmp_path / "again.json")
+    assert Plan.load(tmp_path / "again.json").record == again.record and "against   ddp" in str(again)
     assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "no" / "plan.html")]) == 1
 
 
