@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -50,6 +50,8 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.tracer import Assume
 from autopar.tracer.precision import Precision
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 def plan(
@@ -149,7 +151,7 @@ def _planned(request: Request, graph: Graph, started: float, traced: Callable[[R
 
 
 def autoparallelize(
-    model: torch.nn.Module,
+    model: M,
     meta_inputs: Any,
     *,
     plan: Plan | None = None,
@@ -162,7 +164,7 @@ def autoparallelize(
     weights: str | None = None,
     timeout_s: float = 600.0,
     **planning: Any,
-) -> torch.nn.Module:
+) -> M:
     """Turn `model` into its parallel self, in place, and return it.
 
     The model stays an instance of its own class, and is trained as before. The call runs on every rank (torchrun), or
