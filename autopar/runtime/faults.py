@@ -21,6 +21,7 @@ from autopar.runtime import failure_log
 from autopar.runtime.agreement import tell_error, wait_at_most
 from autopar.runtime.job_store import RollCall, await_key, connection, key, settle
 from autopar.runtime.private import set_timeout
+from autopar.runtime.world import limit_world
 
 _GRACE_S = 3.0
 _LOSSES = itertools.count()  # numbers of the failed collectives of this rank
@@ -38,8 +39,9 @@ _SIGNS = (
 
 
 def limit(mesh: DeviceMesh, seconds: float) -> None:
-    """Set the longest wait of collectives on these axes, and of agreements, in seconds."""
+    """Set the longest wait of collectives on these axes, among all ranks, and of agreements."""
     wait_at_most(seconds)
+    limit_world(seconds)
     if dist.get_backend() in ("gloo", "nccl"):
         for axis in range(mesh.ndim):
             set_timeout(mesh.get_group(axis), timedelta(seconds=seconds))
