@@ -36,7 +36,7 @@ from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
 from autopar.report import write_report
 from autopar.request import Request
-from autopar.runtime.faults import limit
+from autopar.runtime.faults import limit, tell_launcher
 from autopar.runtime.world import (
     all_ranks_hold,
     coordinate,
@@ -303,6 +303,7 @@ def _read(
     if gives_rows and own["inputs"] != "local":
         what = 'outputs="local" gives each rank its own rows, and inputs are those of all'
         raise NotServed(what, advice='inputs="local"')
+    tell_launcher()
     device = start_world(start_timeout_s)
     if plan is None:
         asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
