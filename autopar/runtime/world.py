@@ -87,7 +87,8 @@ def world_size() -> int:
 
 def coordinate(mesh: DeviceMesh) -> Sequence[int]:
     """The coordinate of this rank on a mesh."""
-    return mesh.coordinate(dist.get_rank())
+    group: Any = dist.group.WORLD
+    return mesh.coordinate(group.rank())  # `get_rank` of a process that plays all ranks is not a number
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
