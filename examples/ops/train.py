@@ -2,8 +2,7 @@
 
 autopar run --ranks 2 --max-restarts 3 --log-dir logs examples/ops/train.py --folder run --steps 8
 
-The launchers beside this file start it. SIGTERM and SIGUSR1, by which schedulers announce an end, make it save and
-leave after the step that runs.
+The launchers beside this file start it. After SIGTERM, by which they announce an end, it leaves behind the next save.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,8 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autopar
-
-KEPT = 2  # complete checkpoints that stay
 
 
 class Net(nn.Module):
@@ -43,8 +41,33 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Checkpoints by their steps: `.metadata` is written last."""
-    return sorted(path.parent for path in folder.glob("step-*/.metadata"))
+    return sorted(path.parent for path in folder.glob("step-*/.metadata"))  # which is written last
+
+
+def loop(folder: Path, steps: int, stops: Sequence[int] = ()) -> None:
+    """Train up to a step, from the last checkpoint on; ranks leave once `stops` of one of them is no longer empty."""
+    torch.manual_seed(0)
+    model = autopar.autoparallelize(Net(), batch(0), parallel="fsdp", cache=folder / "plans", timeout_s=60)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if there := complete(folder):
+        read = states(model, optimizer)
+        dcp.load(read, checkpoint_id=there[-1])
+        set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    for step in range(int(there[-1].name.partition("-")[2]) if there else 0, steps):
+        loss = model(**batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"step {step}: {loss.item():.6f}", flush=True)
+        dcp.save(states(model, optimizer), checkpoint_id=folder / f"step-{step + 1:08}")  # every so many, in earnest
+        if dist.get_rank() == 0:
+            for old in complete(folder)[:-2]:
+                shutil.rmtree(old)
+        told = torch.tensor(len(stops), device=loss.device)
+        dist.all_reduce(told)  # ranks are told at different moments, and leave after the same step
+        if told:
+            raise SystemExit(f"stopped after step {step}")
 
 
 if __name__ == "__main__":
@@ -53,29 +76,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=8)
     asked = parser.parse_args()
     stops: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: stops.append(number))
-    torch.manual_seed(0)
-    model = autopar.autoparallelize(Net(), batch(0), parallel="fsdp", cache=asked.folder / "plans", timeout_s=60)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    first = 0
-    if there := complete(asked.folder):
-        read = states(model, optimizer)
-        dcp.load(read, checkpoint_id=there[-1])
-        set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
-        first = int(there[-1].name.partition("-")[2])
-    for step in range(first, asked.steps):
-        loss = model(**batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            print(f"step {step}: {loss.item():.6f}", flush=True)
-        dcp.save(states(model, optimizer), checkpoint_id=asked.folder / f"step-{step + 1:08}")
-        if dist.get_rank() == 0:
-            for old in complete(asked.folder)[:-KEPT]:
-                shutil.rmtree(old)
-        told = torch.tensor(len(stops))
-        dist.all_reduce(told)  # ranks are told at different moments, and leave after the same step
-        if told:
-            break
+    signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
+    loop(asked.folder, asked.steps, stops)
