@@ -113,9 +113,10 @@ def run(asked: argparse.Namespace) -> int:
     logs = [f"--log-dir={asked.log_dir}", "--tee=3", "--local-ranks-filter=0"] if asked.log_dir else []
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     options = [f"--nproc-per-node={ranks}", *nodes, f"--max-restarts={asked.max_restarts}", *logs]
-    # A store that the launcher shared with its ranks would have addresses of the start before, and ranks that start
-    # again read them now and then (pytorch issue 135712).
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if asked.max_restarts:
+        # A store that the launcher shares with its ranks keeps addresses of the start before, and ranks that start
+        # again read them now and then (pytorch issue 135712).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         torchrun([*options, "--", asked.script, *given])
     except ChildFailedError as e:
