@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,9 +33,10 @@ from autopar.module.attributes import reads_of
 from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.reads import Reads
 from autopar.needs import with_remedies
+from autopar.plan_cache import PlanCache
 from autopar.report import write_report
 from autopar.request import Request
-from autopar.runtime.faults import limit
+from autopar.runtime.faults import limit, tell_launcher
 from autopar.runtime.world import (
     all_ranks_hold,
     coordinate,
@@ -50,6 +52,8 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.tracer import Assume
 from autopar.tracer.precision import Precision
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 def plan(
@@ -149,7 +153,7 @@ def _planned(request: Request, graph: Graph, started: float, traced: Callable[[R
 
 
 def autoparallelize(
-    model: torch.nn.Module,
+    model: M,
     meta_inputs: Any,
     *,
     plan: Plan | None = None,
@@ -160,9 +164,11 @@ def autoparallelize(
     pad_to: int | None = None,
     init: str = "module",
     weights: str | None = None,
+    cache: str | os.PathLike[str] | None = None,
     timeout_s: float = 600.0,
+    start_timeout_s: float = 600.0,
     **planning: Any,
-) -> torch.nn.Module:
+) -> M:
     """Turn `model` into its parallel self, in place, and return it.
 
     The model stays an instance of its own class, and is trained as before. The call runs on every rank (torchrun), or
@@ -184,14 +190,19 @@ def autoparallelize(
         init: Where a model on meta gets its values: "module", from its own recipes; "counter", from the same ones drawn
             by position.
         weights: A file or directory of safetensors that holds the values instead.
+        cache: A folder of plans: rank 0 takes the one that it kept there for the same model, batch and arguments, or
+            plans and keeps it. None: the folder that AUTOPAR_CACHE names, or none.
         timeout_s: Seconds after which a collective that waits for another rank gives up.
+        start_timeout_s: Seconds that ranks wait for each other to start, and for rank 0 to plan.
         **planning: Arguments of `autopar.plan`.
     """
     started = time.monotonic()
     own = {"inputs": inputs, "outputs": outputs, "compile": compile, "sync": sync, "pad_to": pad_to, "init": init}
 
     def read() -> tuple[_Read, dict[str, str]]:
-        done = _read(model, meta_inputs, plan, own, planning, timeout_s)
+        check_timeout("timeout_s", timeout_s)
+        check_timeout("start_timeout_s", start_timeout_s)
+        done = _read(model, meta_inputs, plan, own, planning, start_timeout_s)
         words = {f"{name}=": _in_words(value) for name, value in (own | planning | {"plan": plan}).items()}
         return done, words | {"models or meta_inputs": done.graph.digest}
 
@@ -202,7 +213,12 @@ def autoparallelize(
     request = asked.request
     graph = asked.graph
     device = asked.device
-    chosen = plan if plan is not None else from_rank_0(lambda: _planned(request, graph, started, traced))
+    plans = PlanCache.of(cache)
+
+    def planned() -> Plan:
+        return plans.plan(graph, request, lambda: _planned(request, graph, started, traced))
+
+    chosen = plan if plan is not None else from_rank_0(planned)
     mesh = chosen.mesh.to_torch(device)
     limit(mesh, timeout_s)
     graph = request.as_planned(graph, chosen)
@@ -220,7 +236,7 @@ def autoparallelize(
 
     call = Call(*as_call(meta_inputs))
     source = Source(sync, init, weights)
-    replan = _Replan(request)
+    replan = _Replan(request, plans)
     return parallelise(model, call, lowered, mesh, replan, source, how, asked.reads)
 
 
@@ -229,6 +245,7 @@ class _Replan:
     """Plans another call of a model as the first was asked for."""
 
     request: Request
+    plans: PlanCache
 
     def __call__(
         self, model: torch.nn.Module, call: Call, first: Plan, *, keeps_dropout: bool, has_gradients: bool
@@ -236,7 +253,16 @@ class _Replan:
         graph = self.request.trace(model, call)
         graph = graph if keeps_dropout else graph.without_dropout()
         all_ranks_hold("calls", graph.digest)
-        plan = from_rank_0(lambda: plan_again(graph, self.request, first, has_gradients))
+
+        def planned() -> Plan:
+            again = (
+                f"of a model that is stored by {_in_words(first)}, {'with' if has_gradients else 'without'} gradients"
+            )
+            return self.plans.plan(
+                graph, self.request, lambda: plan_again(graph, self.request, first, has_gradients), again
+            )
+
+        plan = from_rank_0(planned)
         _let_search_go(plan)
         return self.request.as_planned(graph, plan), plan
 
@@ -258,7 +284,7 @@ def _read(
     plan: Plan | None,
     own: Mapping[str, Any],
     planning: Mapping[str, Any],
-    timeout_s: float,
+    start_timeout_s: float,
 ) -> _Read:
     """Read the arguments of autoparallelize, its `own` and those of `plan`, and trace the model."""
     check_pad_to(own["pad_to"])
@@ -271,14 +297,14 @@ def _read(
     if plan is not None and not isinstance(plan, Plan):
         raise BadPlan(f"plan={plan!r} is not a Plan", advice='autopar.Plan.load("plan.json")')
     backend = backend_name(own["compile"], _backends)
-    check_timeout(timeout_s)
     _refuse_planning(plan, planning)
     outputs = own["outputs"]
     gives_rows = outputs == "local"
     if gives_rows and own["inputs"] != "local":
         what = 'outputs="local" gives each rank its own rows, and inputs are those of all'
         raise NotServed(what, advice='inputs="local"')
-    device = start_world(timeout_s)
+    tell_launcher()
+    device = start_world(start_timeout_s)
     if plan is None:
         asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
         request = Request(**asked)

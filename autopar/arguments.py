@@ -180,9 +180,9 @@ def check_pad_to(pad_to: Any) -> None:
         )
 
 
-def check_timeout(timeout_s: Any) -> None:
-    if not _is_number(timeout_s) or not 0 < timeout_s < 1e7:
-        raise NotServed(f"timeout_s={timeout_s!r} is not a number of seconds", advice="timeout_s=600.0")
+def check_timeout(name: str, seconds: Any) -> None:
+    if not _is_number(seconds) or not 0 < seconds < 1e7:
+        raise NotServed(f"{name}={seconds!r} is not a number of seconds", advice=f"{name}=600.0")
 
 
 def backend_name(compile: Any, known: Callable[[], Sequence[str]]) -> str | None:

@@ -201,6 +201,10 @@ def _of_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="of this node; default: its GPUs, or two")
     parser.add_argument("--nodes", type=int, default=1, help="of the job")
     parser.add_argument("--endpoint", default="localhost:29500", help="host and port of the first node")
+    parser.add_argument("--max-restarts", type=int, default=0, help="how often all ranks start again after one failed")
+    parser.add_argument(
+        "--log-dir", default="", help="where each rank's output goes; the terminal has that of the first"
+    )
     parser.add_argument("script", help="train.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 

@@ -21,8 +21,16 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Take the script that searches without a server from the site: the plugin would fetch it (iframe-worker, MIT)."""
+    here = "../" * page.file.dest_uri.count("/") + "web/iframe-worker.min.js"
+    return output.replace("https://unpkg.com/iframe-worker/shim", here)
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links that lead out of the folder of pages lead into the site, or become names."""
+    """Links that lead out of the folder of pages lead into the site, or become names; the first page has a title."""
+    if page.is_homepage:
+        page.meta.setdefault("title", config.site_description)
     up = "../" * page.file.src_uri.count("/")
     inside = _BENCHMARK.sub(f"]({up}benchmarks/", markdown)
     return _ELSEWHERE.sub(r"\1", inside) if page.file.src_uri.startswith(("design/", "benchmarks/")) else inside

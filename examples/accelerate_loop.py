@@ -1,6 +1,6 @@
 """A loop on Accelerate whose model runs in parallel.
 
-pip install autopar[trainer]
+pip install transformers accelerate
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
 

@@ -25,8 +25,6 @@ import torch
 if __name__ == "__main__":
     print("loading transformers and autopar ...", flush=True)
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -89,35 +87,32 @@ def told(what: str, every: float = 4.0) -> Iterator[None]:
 
 
 def main() -> None:
-    console = Console(width=100)
     logging.disable(logging.WARNING)
-    console.print("building GPT-2 ...")
+    print("building GPT-2 ...")
     model, batch = gpt2(), batches()[0]
 
-    console.print(
-        f"planning GPT-2 (2 layers, {sum(p.numel() for p in model.parameters()):,} parameters) on mesh {MESH} ..."
-    )
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"planning GPT-2 (2 layers, {parameters:,} parameters) on mesh {MESH} ...")
     start = time.perf_counter()
     with told("planning"):
         plan = autopar.plan(model, batch, mesh=MESH)
-    console.print(f"planned in {time.perf_counter() - start:.1f} s\n")
+    print(f"planned in {time.perf_counter() - start:.1f} s\n")
     print(plan)
     plan.save("plan.json")
 
-    console.print(f"\ntraining {STEPS} steps on one process ...")
+    print(f"\ntraining {STEPS} steps on one process ...")
     with told("training"):
         single = train(model)
-    console.print("training the same on four gloo processes under the plan ...")
+    print("training the same on four gloo processes under the plan ...")
     start = time.perf_counter()
     with told("four processes start, lower and train"):
         parallel = on_processes(MESH.size, on_rank, plan, timeout_s=300)[0]
-    console.print(f"four processes started, lowered and trained in {time.perf_counter() - start:.1f} s")
+    print(f"four processes started, lowered and trained in {time.perf_counter() - start:.1f} s")
 
-    table = Table("step", "single-device loss", "parallel loss", "difference")
+    print("\nstep   single-device loss   parallel loss   difference")
     for step, (a, b) in enumerate(zip(single, parallel, strict=True)):
-        table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
-    console.print(table)
-    console.print(f"largest difference {max(abs(a - b) for a, b in zip(single, parallel, strict=True)):.1e}")
+        print(f"{step:>4}   {a:>18.6f}   {b:>13.6f}   {abs(a - b):>10.1e}")
+    print(f"largest difference {max(abs(a - b) for a, b in zip(single, parallel, strict=True)):.1e}")
     print("\nThe plan is in plan.json. Where to look next:")
     print("  autopar report plan.json -o plan.html    the plan as a page")
     print("  autopar plan llama-3-8b --mesh 8x8 --cluster h100-8x8    a large model, planned on this machine")

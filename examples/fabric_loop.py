@@ -1,6 +1,6 @@
 """A loop on Lightning Fabric whose model runs in parallel.
 
-pip install autopar[lightning]
+pip install lightning
 torchrun --nproc-per-node 2 examples/fabric_loop.py
 """
 

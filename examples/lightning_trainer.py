@@ -1,6 +1,6 @@
 """A LightningModule whose network runs in parallel.
 
-pip install autopar[lightning]
+pip install lightning
 torchrun --nproc-per-node 2 examples/lightning_trainer.py
 """
 

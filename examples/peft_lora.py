@@ -1,6 +1,6 @@
 """LoRA with PEFT: the frozen model lies in parts, adapters are trained, and only they are saved.
 
-pip install autopar[hf] peft
+pip install transformers peft
 torchrun --nproc-per-node 2 examples/peft_lora.py
 """
 

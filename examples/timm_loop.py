@@ -1,6 +1,6 @@
 """timm's loop, with Mixup, an average of the weights and its scaler, on a model that runs in parallel.
 
-    pip install autopar timm
+    pip install timm
     torchrun --nproc-per-node 2 examples/timm_loop.py
 
 What differs from a loop for one device is one line, and `foreach=False` of the average.

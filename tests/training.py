@@ -35,6 +35,10 @@ def whole(tensor):
     if dist.get_backend() == "fake":  # LocalTensors: nobody to ask
         return tensor.full_tensor()
     local = tensor.to_local().detach()
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial("sum"):  # torch 2.14 leaves sums of products pending
+            local = local.clone()
+            dist.all_reduce(local, group=tensor.device_mesh.get_group(axis))
     held = [places_on(tensor, rank) for rank in range(dist.get_world_size())]
     shapes = [tuple(map(len, places)) for places in held]
     if tuple(local.shape) != shapes[dist.get_rank()]:
@@ -59,7 +63,7 @@ def places_on(tensor: DTensor, rank: int):
     coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
     places = [torch.arange(n) for n in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():
+        if not (placement.is_replicate() or placement.is_partial()):
             blocks = places[placement.dim].chunk(getattr(placement, "split_factor", 1))
             pieces = [block.chunk(mesh.size(axis)) for block in blocks]
             places[placement.dim] = torch.cat(

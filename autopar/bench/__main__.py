@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--no-data", action="store_true", help="print alone, and keep nothing for kernels=True")
     asked = parser.parse_args()
     if asked.device == "cuda" and not (torch.cuda.is_available() and can_run()):
-        print("not run: it needs a CUDA device and Triton (pip install autopar[kernels])", file=sys.stderr)
+        print("not run: it needs a CUDA device and Triton (pip install triton)", file=sys.stderr)
         return 1
     rows = []
     print(table([], asked.device), flush=True)

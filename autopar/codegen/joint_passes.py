@@ -22,6 +22,7 @@ START = torch.ops.autopar.start.default
 _GATHERING = ("all_gather", "all_to_all")  # along the first of their dims
 _TURN = torch.ops.aten.transpose.int
 _COPY = torch.ops.aten.clone.default
+_THE_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # torch 2.14 traces the second for the first
 
 
 def write_out_conversions(joint: JointGraph) -> None:
@@ -118,14 +119,15 @@ def drop_round_trips(joint: JointGraph) -> None:
 
 
 def drop_noise(joint: JointGraph) -> None:
-    """Remove nodes that only tracing needed: detach, and ops that nothing reads.
+    """Remove nodes that only tracing needed: views that are the whole tensor, and ops that nothing reads.
 
     before    b = detach(a);  c = mul(b, b);  d = relu(a)          # nobody uses d
     after     c = mul(a, a)
     """
-    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        read_instead(node, node.args[0])
-        joint.graph.erase_node(node)
+    for same in _THE_SAME:
+        for node in joint.graph.find_nodes(op="call_function", target=same):
+            read_instead(node, node.args[0])
+            joint.graph.erase_node(node)
     joint.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     joint.read_output()
 

@@ -104,7 +104,7 @@ def _lowered(
     if plan.kernels and device != "cpu" and not kernels.can_run():
         raise NotServed(
             f"kernels={plan.kernels}, and Triton is not installed, which runs them on a {device} device",
-            advice="pip install autopar[kernels], or kernels=False",
+            advice="pip install triton, or kernels=False",
         )
     if graph.is_random and device != "cpu":
         importlib.import_module("autopar.kernels.draws")  # draws are one kernel from here on, where Triton is there

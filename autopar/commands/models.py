@@ -139,7 +139,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise NoModel("configurations need transformers", advice="pip install autopar[hf], or file.py:build") from None
+        raise NoModel("configurations need transformers", advice="pip install transformers, or file.py:build") from None
     return transformers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,18 @@ from autopar.module.parallel import ParallelModule
 from autopar.module.state import ModelState
 from autopar.runtime.agreement import agree
 
+M = TypeVar("M", bound=nn.Module)
 
-def gather(model: nn.Module, rank: int | None = None) -> nn.Module | None:
+
+@overload
+def gather(model: M, rank: None = None) -> M: ...
+
+
+@overload
+def gather(model: M, rank: int) -> M | None: ...
+
+
+def gather(model: M, rank: int | None = None) -> M | None:
     """A plain copy of a parallel model: of its original class, every tensor whole, in the same mode.
 
     All ranks must call it. Each gets the copy; or only `rank` does, and the others get None. The parallel model stays

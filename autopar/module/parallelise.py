@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,12 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.patches import let_anomalies_be_looked_for, skip_together
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 
+M = TypeVar("M", bound=nn.Module)
 _NAMES = ("plan", "graph", "code", "joint", "input_specs", "sampler", "random_state", "no_sync")
 
 
 def parallelise(
-    model: nn.Module,
+    model: M,
     call: Call,
     lowered: Lowered,
     mesh: Any,
@@ -43,7 +44,7 @@ def parallelise(
     source: Source,
     how: How,
     read: Reads | None,
-) -> nn.Module:
+) -> M:
     """Make `model` parallel in place: its class gains `ParallelModule`, parameters become local shards."""
     _check_names(model)
     is_cuda = mesh.device_type == "cuda"

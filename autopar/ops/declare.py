@@ -40,6 +40,11 @@ def users_rule(name: str) -> str:
     return f"the entry of {name}" if name in FACTS and name not in PROVEN else ""
 
 
+def rules_of_users() -> tuple[tuple[str, str], ...]:
+    """The rules that no test of autopar proves, each with the name of its op."""
+    return tuple(sorted((name, repr(facts.rule)) for name, facts in FACTS.items() if users_rule(name)))
+
+
 def _name(op: Any) -> str:
     if isinstance(op, str) and op:
         space, colons, name = op.partition("::")

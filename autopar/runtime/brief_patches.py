@@ -188,9 +188,11 @@ def clear_autocast_cache(replacing: Replacing) -> contextlib.AbstractContextMana
 def checkpoint_generator(replacing: Replacing) -> contextlib.AbstractContextManager[None]:
     """Replace the generator around the body of a non-reentrant checkpoint, to know its ops.
 
-    Private: `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, torch 2.11 to 2.13.
+    Private: `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, torch 2.11 to 2.13; the one that it calls
+    since 2.14, whose name ends in `_impl` and which checkpoints call themselves.
     """
     name = "_checkpoint_without_reentrant_generator"
+    name = name if not hasattr(checkpoints, f"{name}_impl") else f"{name}_impl"
     return patched(checkpoints, name, replacing(getattr(checkpoints, name)))
 
 

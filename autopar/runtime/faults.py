@@ -8,19 +8,25 @@ whose own code raises inside the model writes that first, so that the others rep
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import os
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from autopar.letters import Letter, Lost, NotServed
 from autopar.runtime import failure_log
 from autopar.runtime.agreement import tell_error, wait_at_most
 from autopar.runtime.job_store import RollCall, await_key, connection, key, settle
 from autopar.runtime.private import set_timeout
+from autopar.runtime.world import limit_world
 
 _GRACE_S = 3.0
 _LOSSES = itertools.count()  # numbers of the failed collectives of this rank
@@ -37,9 +43,38 @@ _SIGNS = (
 )
 
 
+def tells_of_another(error: str) -> bool:
+    """Whether the text of an error of torch's is about another rank that was lost."""
+    return any(sign in error for sign in _SIGNS)
+
+
+@functools.cache
+def tell_launcher() -> None:
+    """Send an error that ends this process to the launcher, too; once a process.
+
+    torchrun reads it from the file that it names to each rank, and knows no traceback of a rank without one.
+    """
+    before = sys.excepthook
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+
+    def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, Exception):  # An interrupt is the user's, who knows of it.
+            try:
+                raise error  # torchrun's handler writes the error that is being handled.
+            except Exception:
+                error.with_traceback(trace)
+                with contextlib.suppress(OSError):
+                    get_error_handler().record_exception(error)
+        before(kind, error, trace)
+
+    sys.excepthook = tell
+
+
 def limit(mesh: DeviceMesh, seconds: float) -> None:
-    """Set the longest wait of collectives on these axes, and of agreements, in seconds."""
+    """Set the longest wait of collectives on these axes, among all ranks, and of agreements."""
     wait_at_most(seconds)
+    limit_world(seconds)
     if dist.get_backend() in ("gloo", "nccl"):
         for axis in range(mesh.ndim):
             set_timeout(mesh.get_group(axis), timedelta(seconds=seconds))
@@ -56,7 +91,7 @@ def naming_the_lost(where: str) -> Iterator[None]:
     except Exception as e:
         if dist.get_backend() not in ("gloo", "nccl") or dist.get_world_size() == 1:
             raise
-        if isinstance(e, Letter) or not isinstance(e, RuntimeError) or not any(sign in str(e) for sign in _SIGNS):
+        if isinstance(e, Letter) or not isinstance(e, RuntimeError) or not tells_of_another(str(e)):
             failure_log.say(f"{failure_log.RAISED} {type(e).__name__} in {where}: {e}")
             tell_error()
             raise

@@ -1,4 +1,4 @@
-"""The private parts of torch that autopar needs, in one place, tried on torch 2.11.0 and 2.13.0.
+"""The private parts of torch that autopar needs, in one place, tried on torch 2.11.0, 2.13.0 and 2.14.1.
 
     TRACING             the lock of captures and joint traces: they read and patch state of the process
     clean_room          hides tracing from modes that happen to be active around it

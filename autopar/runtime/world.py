@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,16 +18,32 @@ from autopar.letters import Disagreement, Lost
 from autopar.runtime.agreement import ADVICE, doing, wait_for
 from autopar.runtime.collectives import gather_into
 from autopar.runtime.failure_log import by_text
+from autopar.runtime.private import set_timeout
 from autopar.sharding.mesh import DeviceMesh
 
 T = TypeVar("T")
 
 
-def start_world(timeout_s: float = 600.0) -> str:
+@dataclass(slots=True)
+class _Made:
+    """The group of all ranks, if it was made here, and how long its ranks wait in it."""
+
+    group: Any = None
+    start_s: float = 0.0  # seconds that ranks wait for each other to start, and for rank 0 to plan
+    then_s: float | None = None  # seconds that they wait in a collective; None before the first plan
+
+    def is_here(self) -> bool:
+        return self.group is not None and self.group is dist.group.WORLD
+
+
+_MADE = _Made()
+
+
+def start_world(start_timeout_s: float = 600.0) -> str:
     """Make sure that a process group exists; returns the device type on which its ranks compute.
 
     Under torchrun it joins the job; else it makes a world of one process. In a world that is made here nobody waits
-    longer than the time-out.
+    longer than the time-out, until `limit_world` sets another.
     """
     if not dist.is_initialized():
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,11 +51,34 @@ def start_world(timeout_s: float = 600.0) -> str:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if _is_in_a_job():
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(backend, timeout=timedelta(seconds=start_timeout_s))
+            _MADE.group = dist.group.WORLD
+            _MADE.start_s = start_timeout_s
+            _MADE.then_s = None
         else:
             dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
         return device
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def limit_world(seconds: float) -> None:
+    """Set the longest wait of collectives of all ranks from here on, if their group was made here."""
+    if _MADE.is_here():
+        _MADE.then_s = seconds
+        set_timeout(_MADE.group, timedelta(seconds=seconds))
+
+
+@contextlib.contextmanager
+def _as_long_as_a_start() -> Iterator[None]:
+    """Let ranks wait as long as for a start: rank 0 plans meanwhile."""
+    if not _MADE.is_here() or _MADE.then_s is None:
+        yield
+        return
+    set_timeout(_MADE.group, timedelta(seconds=max(_MADE.start_s, _MADE.then_s)))
+    try:
+        yield
+    finally:
+        set_timeout(_MADE.group, timedelta(seconds=_MADE.then_s))
 
 
 def world_size() -> int:
@@ -46,7 +87,8 @@ def world_size() -> int:
 
 def coordinate(mesh: DeviceMesh) -> Sequence[int]:
     """The coordinate of this rank on a mesh."""
-    return mesh.coordinate(dist.get_rank())
+    group: Any = dist.group.WORLD
+    return mesh.coordinate(group.rank())  # `get_rank` of a process that plays all ranks is not a number
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
@@ -54,13 +96,14 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if not _ranks_can_talk():
         return make()
     box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [make()]
-        except Exception as e:
-            dist.broadcast_object_list([_sendable(e)], 0)
-            raise
-    dist.broadcast_object_list(box, 0)
+    with _as_long_as_a_start():
+        if dist.get_rank() == 0:
+            try:
+                box = [make()]
+            except Exception as e:
+                dist.broadcast_object_list([_sendable(e)], 0)
+                raise
+        dist.broadcast_object_list(box, 0)
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -25,6 +26,13 @@ def test_the_site_is_built_and_fetches_nothing(tmp_path):
         page = (tmp_path / "site" / f"{name}.html").read_text()
         assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://', page), name
     reference = (tmp_path / "site" / "api.html").read_text()
+    signatures = re.findall(r'<div class="[^"]*doc-signature.*?</pre>', reference, re.DOTALL)
+    shown = [html.unescape(re.sub(r"<[^>]+>", "", text)) for text in signatures]
+    assert any(text.startswith("plan(\n    model: Module,\n") for text in shown)
+    assert max(len(line) for text in shown for line in text.splitlines()) <= 120
+    for file in ("search/search_index.js", "web/iframe-worker.min.js"):  # scripts, which a page in a folder may load
+        assert (tmp_path / "site" / file).is_file()
+    assert "<title>An automatic-parallelism compiler" in (tmp_path / "site" / "index.html").read_text()
     for name in ("autoparallelize", "DeviceMesh", "step_interval_s", "Infeasible", "StepTimeline"):
         assert name in reference
 

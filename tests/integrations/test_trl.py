@@ -1,6 +1,6 @@
 """TRL's SFTTrainer on one device, and autopar's on two: the same weights, losses, norms, entropies and accuracies.
 
-TRL and what it needs take 285 MB: `pip install autopar[trl]` before, or the test is skipped.
+TRL and what it needs take 285 MB: `pip install "trl>=1.16,<1.17"` before, or the test is skipped.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import json
 import multiprocessing as mp
 import os
 import pathlib
+import socket
 import time
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+import autopar.api
 from autopar.letters import Letter, Lost
 from tests.models import batch_of, eager_links, mlp_case
 
@@ -101,8 +103,9 @@ def test_the_others_end_in_time_and_say_who_it_was(fault, match, tmp_path):
 @pytest.mark.parametrize("wrong", [0, -1, "10", True, float("nan")])
 def test_a_time_out_that_is_none_is_a_letter(wrong):
     model, batch = mlp_case()
-    with pytest.raises(autopar.NotServed, match="timeout_s"):
-        autopar.autoparallelize(model, batch, mesh=1, timeout_s=wrong)
+    for name in ("timeout_s", "start_timeout_s"):
+        with pytest.raises(autopar.NotServed, match=f"^{name}="):
+            autopar.autoparallelize(model, batch, mesh=1, **{name: wrong})
 
 
 def test_on_one_rank_errors_stay_what_they_are():
@@ -182,3 +185,43 @@ def test_an_error_that_all_ranks_caught_ends_no_job(tmp_path):
         process.kill()
         process.join()
     assert sorted(p.name for p in tmp_path.glob("*.txt")) == ["0.txt", "1.txt"]
+
+
+def starts_late(rank, folder, port):
+    """Rank 1 comes late to the start, and rank 0 plans for long, twice: all take longer than a collective may."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    model, batch = mlp_case(batch=6)
+    for name in ("plan_of", "plan_again"):
+        search = getattr(autopar.api, name)
+        setattr(autopar.api, name, lambda *given, search=search: time.sleep(4.0) or search(*given))
+    if rank == 1:
+        time.sleep(4.0)
+    how = {"parallel": "dp", "cluster": eager_links(), "timeout_s": 2.0, "start_timeout_s": 60.0}
+    mine = autopar.autoparallelize(model, batch, mesh=2, **how)
+    mine(**batch).backward()
+    mine(**mlp_case(batch=4)[1]).backward()
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+            dist.all_reduce(torch.ones(1))  # among all ranks, of which one does not come
+        pathlib.Path(folder, "waited").write_text(str(time.monotonic() - start))
+    else:
+        time.sleep(20.0)
+    os._exit(0)
+
+
+def test_a_start_may_take_longer_than_a_collective(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["autopar.testing.preload"])
+    ranks = [context.Process(target=starts_late, args=(rank, str(tmp_path), port), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[0].join(100)
+    for process in ranks:
+        process.kill()
+        process.join()
+    assert 1 < float((tmp_path / "waited").read_text()) < 15

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import importlib
+import inspect
 import json
 import pickle
 import re
@@ -186,3 +189,13 @@ def test_a_budget_that_nothing_fits_names_what_helps():
     with pytest.raises(Infeasible) as found:
         autopar.plan(model, batch, mesh=(2,), precision="bf16", memory_budget="1MiB")
     assert "ruled out" not in str(found.value) and "with precision" not in str(found.value)
+
+
+def test_type_checkers_see_the_names_that_programs_get():
+    """The names for type checkers, which no program reads, are those that a program may ask for, from their homes."""
+    tree = ast.parse(inspect.getsource(autopar))
+    (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    shown = {alias.asname: (line.module, alias.name) for line in block.body for alias in line.names}
+    assert shown.keys() == {*autopar.__all__, *autopar._FOLDERS}
+    for name, (module, original) in shown.items():
+        assert getattr(autopar, name) is getattr(importlib.import_module(module), original), name

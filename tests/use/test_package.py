@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -42,12 +45,30 @@ def pip(*arguments):
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
     source = tmp_path_factory.mktemp("source") / "autopar"
-    for name in ("autopar", "README.md", "LICENSE", "pyproject.toml"):  # a copy: a build leaves folders behind
-        target = source / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cp", "-r", str(HERE / name), str(target)], check=True)
+    leave = shutil.ignore_patterns(
+        ".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", "site", "build", "*.egg-info"
+    )
+    shutil.copytree(HERE, source, ignore=leave)  # a build leaves folders behind
     pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source))
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=100)
     return folder
+
+
+def test_a_source_distribution_has_what_the_page_of_the_package_names(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    assert {
+        "CHANGELOG.md",
+        "Makefile",
+        "docs/index.md",
+        "docs/site.py",
+        "mkdocs.yml",
+        "tests/use/test_package.py",
+    } <= names
+    assert {"examples/demo.py", "benchmarks/planning.md", "tools/form.py", "tests/golden/gpt2-free.txt"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
 @pytest.mark.timeout(240)
@@ -58,6 +79,8 @@ def test_a_wheel_is_installed_and_plans(built, tmp_path):
         about = files.read(next(n for n in names if n.endswith("METADATA"))).decode()
     assert all(f"autopar/{name}" in names for name in DATA)
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
+    assert "Author: The autopar authors" in about and "rich" not in about
+    assert not re.findall(r"\]\((?!https?://)", about)  # a link between files leads nowhere on an index
     assert "License-Expression: Apache-2.0" in about and any(name.endswith("licenses/LICENSE") for name in names)
     where = str(tmp_path / "site")
     pip("install", "--quiet", "--no-deps", "--target", where, str(wheel))

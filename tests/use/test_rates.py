@@ -113,8 +113,8 @@ MPT = {
     "30b": (7168, 48, 56, 2048, 2002, 38.11),
     "70b": (8192, 80, 64, 2048, 1039, 42.57),
 }
-# NeMo's Megatron-Bridge (docs/performance-summary.md, 25.09 and 26.02), eight rows of 8,192 tokens: width, inner, layers,
-# heads, tokens/s/GPU, and TFLOP/s/GPU, where causal attention counts half of the pairs
+# NeMo's Megatron-Bridge (docs/performance-summary.md, 25.09 and 26.02) with sequences of 8,192 tokens: width, inner,
+# layers, heads, tokens/s/GPU, and TFLOP/s/GPU, where causal attention counts half of the pairs
 LLAMA = {
     "8B": (4096, 14336, 32, 32, 14079, 725),
     "70B": (8192, 28672, 80, 64, 1639, 736),

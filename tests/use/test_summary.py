@@ -60,8 +60,8 @@ def of_gpt2(**how):
         (
             "zero1",
             (2, 2),
-            "data parallel over 4 (axes data, model); gradients and optimizer states sharded over 4 (axes data, model), "
-            "and parameters between steps (ZeRO-2)",
+            "data parallel over 4 (axes data, model); gradients and optimizer states sharded over 4 (axes data, "
+            "model), and parameters between steps (ZeRO-2)",
         ),
         ("megatron", (4,), "tensor parallel over 4 devices: attn.c_attn"),
         ({"data": 2, "tensor": 2}, (2, 2), "data parallel over 2 (axis data); tensor parallel over 2 (axis model)"),
