@@ -2,6 +2,7 @@
 
     autopar plan llama-3-8b --mesh 8x8 --cluster h100-8x8 --inputs batch=64,seq=8192 --precision bf16 --out plan.json
     autopar fit llama-3-8b --inputs batch=64,seq=8192 --precision bf16       on how many devices of which kind
+    autopar fit llama-3-8b --inputs batch=512,seq=8192 --precision bf16 --tokens 1T --days 30 --price 2.5
     autopar show plan.json                                                   a plan at one look; --table: all of it
     autopar explain plan.json "model.layers.*.mlp.up_proj"                   one place of it
     autopar report plan.json -o plan.html                                    a page about it; plan --report has more
@@ -11,6 +12,7 @@
     autopar verify plan.json train.py:build                                  its program on ranks beside one device
     autopar run --ranks 8 train.py                                           a script on local ranks
     autopar check                                                            versions, solvers, backends, GPUs
+    autopar check llama-3-8b 8 --cluster h100-8x1 --precision bf16           the memory of a step on a mesh, by kind
     autopar calibrate --ranks 4 --mesh 2,2 -o profile.json                   measure this machine
     autopar bench kernels                                                    time kernels beside their ops
 
@@ -34,7 +36,7 @@ from autopar.letters import BadCluster, BadSharding, Letter, NotServed
 _INTERRUPTED = 130
 _HOME = {  # command -> the module that runs it, imported when it is asked for
     "plan": "planning",
-    "fit": "planning",
+    "fit": "fit",
     "show": "plans",
     "explain": "plans",
     "diff": "plans",
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _of_plan(command("plan", "plan a training step of a model"))
     _of_timeline(command("timeline", "write the predicted step of a plan as a trace, for Perfetto"))
-    _of_fit(command("fit", "say on how many devices of each kind a training step fits"))
+    _of_fit(command("fit", "say how many devices of each kind hold a training step, or train so many tokens in time"))
     show = command("show", "print a plan that was saved")
     show.add_argument("plan", help="a file that plan.save or --out wrote")
     show.add_argument("--table", action="store_true", help="all of it")
@@ -125,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("-o", "--out", default="", help="where it goes: fsdp2.py, tp_plan.json or titan.toml")
     _of_verify(command("verify", "run a plan's program on local ranks, and hold it against one device"))
     _of_run(command("run", "start a script on ranks, by torchrun"))
-    command("check", "say what this machine has: versions, solvers, backends, GPUs")
+    _of_check(command("check", "say what this machine has, or what a step of a model holds on a mesh, and if it fits"))
     _of_calibrate(command("calibrate", "measure devices and links while all ranks run, and write a profile"))
     bench = command("bench", "time kernels beside the ops that they stand for, and keep which are faster")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="as of python -m autopar.bench: kernels --small")
@@ -140,7 +142,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "the path of a Hugging Face config.json",
     )
     parser.add_argument(
-        "--inputs", default="", help="batch=8,seq=512 (which is the default); of a file.py: x=8x512,labels=8:int64"
+        "--inputs",
+        default="",
+        help="batch=8,seq=512 (which is the default), plan: batch=auto; of a file.py: x=8x512,labels=8:int64",
     )
 
 
@@ -148,6 +152,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("--mesh", help="2x4; or a count, whose meshes are searched; default: all of the cluster")
     parser.add_argument("--cluster", help="h100-8x4: four nodes of eight; or the path of a profile")
+    _add_fabric(parser)
     parser.add_argument("--budget", help="memory of a device: 40GiB; default: the device's, less a tenth")
     parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
     parser.add_argument(
@@ -162,6 +167,14 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="seconds of code that torch.compile makes")
     parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
     parser.add_argument("--no-padding", action="store_true", help="sequences have no padding, whatever masks say")
+
+
+def _add_fabric(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fabric",
+        metavar="400G",
+        help="Gbit/s of each device between nodes, in place of the cluster's: reached to the share that its own is",
+    )
 
 
 def _of_plan(parser: argparse.ArgumentParser) -> None:
@@ -188,6 +201,25 @@ def _of_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", default="adamw", help="adamw, sgd, sgd-momentum, autopar-adamw, or bytes for each parameter"
     )
+    parser.add_argument("--accumulation", type=int, default=1, help="calls in a step")
+    parser.add_argument("--compile", action="store_true", help="seconds of code that torch.compile makes")
+    _add_fabric(parser)
+    parser.add_argument("--tokens", help="what is to be trained: 1T, 300B, 1e12; of images: their number")
+    parser.add_argument("--days", type=float, help="that training may take; default: as the fewest devices take")
+    parser.add_argument("--price", type=float, help="of a device for an hour: what training costs is said too")
+
+
+def _of_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="as of plan; without it, this machine is looked at")
+    parser.add_argument("mesh", metavar="MESH", nargs="?", help="8, or 8x4: rows are cut by the first axis")
+    parser.add_argument("--inputs", default="", help="as of plan")
+    parser.add_argument("--cluster", help="h100-8x4, or the path of a profile")
+    _add_fabric(parser)
+    parser.add_argument("--budget", help="memory of a device: 40GiB; default: the device's, less a tenth")
+    parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
+    parser.add_argument("--optimizer", default="adamw", help="as of plan")
+    parser.add_argument("--parallel", help="a preset; default: fsdp, on a second axis megatron")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a call")
 
 
 def _of_verify(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,11 @@ class Limits:
     constraints: int = 4  # constraints that are left out one at a time to see which a budget breaks on. Chosen.
     gap_again: float = 0.01  # gap at which a plan for another batch is good enough: a training loop waits. Chosen.
     turns: int = 3  # numbers of micro-batches before what the last two lack tells whether more may fit. Chosen.
+    fit_gap: float = 0.05  # gap at which a plan is good enough to say what so many devices do. Chosen.
+    waits: float = (
+        0.1  # share of a step that waits for communication above which fewer micro-batches are tried. Chosen.
+    )
+    batch_gain: float = 0.01  # gain in rows a second for which a batch is made larger. Chosen.
     devices: int = 4096  # devices up to which an estimate looks for a number that holds a step. Chosen.
 
 

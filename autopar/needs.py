@@ -1,4 +1,4 @@
-"""The memory of a step, estimated without a search: how many devices it takes, and what helps where it does not fit."""
+"""Estimate the memory of a step without a search, and say what helps where no plan fits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.arguments import RESERVE, device_count
+from autopar.arguments import device_count
 from autopar.graph.graph import Graph, info, type_of
 from autopar.graph.layers import innermost_block
 from autopar.letters import Infeasible, Letter
 from autopar.limits import LIMITS
 from autopar.request import Request
-from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import size
 from autopar.space.saved import bytes_that_stand, saved_bytes
@@ -22,14 +21,12 @@ from autopar.tracer.precision import Precision
 
 
 class Fit(NamedTuple):
-    """The fewest devices of a kind that hold a step, and the bytes on each.
+    """Devices that hold a step, and the bytes on each.
 
-    `states` are parameters, gradients and optimizer states; `kept` is saved for backward; `flying` is there for the
-    while: gathered parameters and the largest values.
+    `states` are parameters, gradients and optimizer states; `kept` is saved for backward; `flying` is temporary:
+    gathered parameters and the largest values.
     """
 
-    cluster: str
-    room: float
     devices: int | None  # None: no number that was tried
     states: float = 0.0
     kept: float = 0.0
@@ -42,11 +39,13 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes of a step without recompute: what devices share (`states`), and what each holds whole (`gathered`)."""
+    """Bytes of a step without recompute, over all devices together, but for what each holds whole (`gathered`)."""
 
-    graph: Graph
     states: float  # parameters, gradients and states of the optimizer
+    least: float  # the same and what the optimizer's step makes: no plan has less
     gathered: float  # the largest block of parameters, whole while it is used
+    kept: float  # saved for backward
+    largest: float  # the largest value
 
     @staticmethod
     def of(graph: Graph, request: Request) -> Needs:
@@ -57,25 +56,24 @@ class Needs:
             type_ = type_of(node)
             nbytes = type_.nbytes if computed is None else type_.nbytes // type_.itemsize * computed
             blocks[place] = blocks.get(place, 0) + nbytes
-        states = bytes_that_stand(graph, request.optimizer)
-        return Needs(graph, states, 2.0 * max(blocks.values(), default=0))
+        return Needs(
+            states=bytes_that_stand(graph, request.optimizer),
+            least=bytes_that_stand(graph, request.optimizer, steps=True),
+            gathered=2.0 * max(blocks.values(), default=0),
+            kept=saved_bytes(graph, request.hardware, emitted=True),
+            largest=max(type_.nbytes for node in graph.nodes for type_ in info(node).outputs),
+        )
 
-    def on(self, kind: str, request: Request) -> Fit:
-        """The fewest devices of a kind on which the step fits: in the budget, or in memory less a reserve."""
-        cluster = Cluster.of(kind)
-        has_budget = request.memory_budget is not None
-        return self.within(request.budget if has_budget else cluster.device.memory_bytes * (1 - RESERVE), cluster, kind)
+    def on(self, devices: int, turns: int = 1) -> Fit:
+        """The bytes on each of so many devices, in so many micro-batches."""
+        parts = devices * turns
+        gathered = self.gathered if devices > 1 else 0.0
+        return Fit(devices, self.states / devices, self.kept / parts, gathered + 2 * self.largest / parts)
 
-    def within(self, room: float, cluster: Cluster, kind: str = "") -> Fit:
+    def within(self, room: float) -> Fit:
         """The fewest devices, among powers of two, on which the step fits in `room` bytes each."""
-        kept = saved_bytes(self.graph, cluster, emitted=True)
-        largest = max(type_.nbytes for node in self.graph.nodes for type_ in info(node).outputs)
-        for n in (2**k for k in range(LIMITS.devices.bit_length())):
-            gathered = self.gathered if n > 1 else 0.0
-            found = Fit(kind, room, n, self.states / n, kept / n, gathered + 2 * largest / n)
-            if found.bytes <= room:
-                return found
-        return Fit(kind, room, None)
+        fits = (self.on(2**k) for k in range(LIMITS.devices.bit_length()))
+        return next((fit for fit in fits if fit.bytes <= room), Fit(None))
 
 
 def with_remedies(letter: Infeasible, request: Request, graph: Graph, traced: Callable[[Request], Graph]) -> Infeasible:
@@ -124,7 +122,7 @@ def _devices(request: Request, graph: Graph, traced: Callable[[Request], Graph])
     for what, how in asks:
         other = replace(request, **how)
         try:
-            fit = Needs.of(traced(other) if how else graph, other).within(request.budget, request.hardware)
+            fit = Needs.of(traced(other) if how else graph, other).within(request.budget)
         except Letter:  # a model that does not run so
             continue
         if fit.devices is not None and fit.devices > _devices_of(request):

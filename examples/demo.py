@@ -115,7 +115,8 @@ def main() -> None:
     print(f"largest difference {max(abs(a - b) for a, b in zip(single, parallel, strict=True)):.1e}")
     print("\nThe plan is in plan.json. Where to look next:")
     print("  autopar report plan.json -o plan.html    the plan as a page")
-    print("  autopar plan llama-3-8b --mesh 8x8 --cluster h100-8x8    a large model, planned on this machine")
+    print("  autopar plan llama-3-8b --mesh 8x8 --cluster h100-8x8 --inputs batch=64,seq=8192 --precision bf16")
+    print("      a large model, planned on this machine: without --inputs and --precision 8 rows in float32")
     print("  docs/index.md    the same three lines in your own training script")
 
 

@@ -19,6 +19,7 @@ from torch.distributed.run import main as torchrun
 
 import autopar
 from autopar.calibrate.command import measure
+from autopar.commands.checking import check_memory
 from autopar.kernels import can_run
 from autopar.kernels.measured import path
 from autopar.letters import NotServed
@@ -32,7 +33,12 @@ _PACKAGES = ("torch", "pulp", "networkx", "sympy", "numpy", "transformers", "tri
 
 
 def check(asked: argparse.Namespace) -> int:
-    """Print versions, solvers, backends and devices; returns 1 if something is missing for planning."""
+    """Print versions, solvers, backends and devices, or the memory of a model's step where one is named.
+
+    Returns 1 if something is missing for planning, or if the step does not fit.
+    """
+    if asked.model is not None:
+        return check_memory(asked)
     solvers = pulp.listSolvers(onlyAvailable=True)
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()]
     devices = [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []

@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,30 @@ class Named:
     name: str
     inputs: str = ""
 
+    @property
+    def asks_for_batch(self) -> bool:
+        """Whether the number of rows is left to a search: batch=auto."""
+        return "batch=auto" in self.inputs.split(",")
+
+    def with_batch(self, rows: int) -> Named:
+        """The same with so many rows in place of batch=auto."""
+        return replace(self, inputs=self.inputs.replace("batch=auto", f"batch={rows}"))
+
     def made(self, device: str = "meta") -> tuple[nn.Module, Any]:
         """The model in training mode, and a batch for it, with random values on a real device."""
+        if self.asks_for_batch:
+            raise NoModel(
+                f"--inputs {self.inputs} leaves the batch to a search, which autopar plan makes",
+                advice="autopar plan, of a configuration; or batch=8",
+            )
         if re.fullmatch(r".+\.py:\w+", self.name):
             return self._by_function(device)
         entry = _configuration(self.name)
         return self._by_configuration(entry, device)
+
+    def batch_of(self, model: nn.Module, device: str = "meta") -> Any:
+        """A batch of these sizes for a model that a configuration made."""
+        return _batch(model.config, _sizes(self.inputs), device)
 
     def _by_function(self, device: str) -> tuple[nn.Module, Any]:
         path, _, function = self.name.rpartition(":")

@@ -1,4 +1,4 @@
-"""`autopar plan` and `autopar fit`."""
+"""`autopar plan`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import json
 from typing import Any
 
 import autopar
-from autopar.commands.models import Named, count_of
+from autopar.commands.batches import best_batch, text_of_batches
+from autopar.commands.clusters import cluster_of, notes_of
+from autopar.commands.models import Named
 from autopar.letters import Letter
-from autopar.limits import LIMITS
-from autopar.needs import Fit, Needs
-from autopar.request import Request
-from autopar.solver.figures import aligned, size
 from autopar.solver.plan import Plan
 
 
@@ -20,15 +18,15 @@ def asked_of(asked: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `autopar.plan` that a command line gives."""
     given = {
         "mesh": asked.mesh,
-        "cluster": asked.cluster,
+        "cluster": cluster_of(asked.cluster, asked.fabric) if asked.cluster or asked.fabric else None,
         "memory_budget": asked.budget,
-        "optimizer": _number_or_name(asked.optimizer),
+        "optimizer": number_or_name(asked.optimizer),
         "precision": asked.precision,
         "parallel": asked.parallel,
         "recompute": asked.recompute,
         "accumulation": asked.accumulation,
-        "microbatches": _number_or_name(asked.microbatches),
-        "chunks": _number_or_name(asked.chunks),
+        "microbatches": number_or_name(asked.microbatches),
+        "chunks": number_or_name(asked.chunks),
         "compile": asked.compile or None,
         "strict": asked.strict or None,
         "assume": autopar.Assume(no_padding=True) if asked.no_padding else None,
@@ -39,8 +37,14 @@ def asked_of(asked: argparse.Namespace) -> dict[str, Any]:
 
 def plan(asked: argparse.Namespace) -> int:
     """Plan a model, print the plan, and save it where asked."""
-    model, inputs = Named(asked.model, asked.inputs).made()
-    found = autopar.plan(model, inputs, **asked_of(asked))
+    named = Named(asked.model, asked.inputs)
+    given = asked_of(asked)
+    if named.asks_for_batch:
+        tried, found = best_batch(named, given)
+        table = text_of_batches(tried, found)
+    else:
+        model, inputs = named.made()
+        found, table = autopar.plan(model, inputs, **given), []
     if asked.beside:
         found.beside()
     if asked.out:
@@ -48,6 +52,9 @@ def plan(asked: argparse.Namespace) -> int:
     if asked.report:
         found.report(asked.report, asked.budgets)
     print(shown(found, asked))
+    notes = notes_of(given["cluster"]) if "cluster" in given else []
+    if not asked.json and (table or notes):
+        print("\n".join(["", *table, *notes]))
     return 0
 
 
@@ -58,32 +65,7 @@ def shown(found: Plan, asked: argparse.Namespace) -> str:
     return found.table() if asked.table else str(found)
 
 
-def fit(asked: argparse.Namespace) -> int:
-    """Print the fewest devices of each kind that hold a training step."""
-    model, inputs = Named(asked.model, asked.inputs).made()
-    request = Request(
-        mesh=1, memory_budget=asked.budget, precision=asked.precision, optimizer=_number_or_name(asked.optimizer)
-    )
-    needs = Needs.of(request.trace(model, inputs), request)
-    rows = [needs.on(kind, request) for kind in asked.clusters.split(",")]
-    if asked.json:
-        print(json.dumps([row._asdict() for row in rows], indent=2))
-        return 0
-    print(f"{asked.model}: {count_of(model)}; everything in parts over all devices, nothing recomputed\n")
-    head = ("cluster", "memory", "devices", "states", "kept for backward", "in flight", "bytes a device")
-    print("\n".join(aligned(head, map(_cells, rows))))
-    print("\nestimates, without a search; fewer devices may do with recompute: autopar plan says")
-    return 0
-
-
-def _cells(fit: Fit) -> tuple[str, ...]:
-    if fit.devices is None:
-        return fit.cluster, size(fit.room), f"more than {LIMITS.devices}", "", "", "", ""
-    parts = (fit.states, fit.kept, fit.flying, fit.bytes)
-    return fit.cluster, size(fit.room), str(fit.devices), *map(size, parts)
-
-
-def _number_or_name(text: str | None) -> Any:
+def number_or_name(text: str | None) -> Any:
     if text is None:
         return None
     try:

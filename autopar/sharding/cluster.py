@@ -96,6 +96,7 @@ class Cluster:
     together: float = 1.0
     step_s: float = 0.0  # fixed seconds of a step beside its ops: ranks that wait for each other, code around it
     variation: float = 0.0  # standard deviation / mean of the seconds of devices of one kind
+    part: str = ""  # Text that tells it from other parts of the same name.
 
     def __str__(self) -> str:
         return f"{self.name} ({self.device.name}, {self.devices_per_node} a node)"
@@ -122,6 +123,47 @@ class Cluster:
             here = size if mesh.size <= node else _in_a_node(size, stride, node)
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
 
+    def of_nodes(self, nodes: int) -> Cluster:
+        """The same machine with another number of nodes, by which it is named."""
+        kind = re.sub(r"-\d+x\d+$", "", self.name)
+        return replace(self, name=f"{kind}-{self.devices_per_node}x{nodes}", nodes=nodes)
+
+    def with_fabric(self, gbits: float) -> Cluster:
+        """The same machine with `gbits` Gbit/s for each device between nodes, called `NAME@400G`.
+
+        Collectives reach the share of its bytes/s that they reach of the link's in the cluster's file (all of it where
+        the file has no figures), and latencies stay. What was measured between nodes is left out.
+        """
+        if not 0 < gbits < math.inf:
+            raise BadCluster(f"{gbits} Gbit/s is not the rate of a fabric", advice="with_fabric(400)")
+        outer = self.links[-1]
+        bytes_per_s = gbits * 1e9 / 8
+        reached = tuple((kind, rate / outer.bytes_per_s * bytes_per_s) for kind, rate in outer.reached)
+        link = Link(
+            f"{gbits:g} Gbit/s a device in place of {outer.name}", outer.latency_s, bytes_per_s, outer.hop_s, reached
+        )
+        kind = re.sub(r"-\d+x\d+$", "", self.name)
+        size = self.name.removeprefix(kind)
+        return replace(
+            self,
+            name=f"{kind.partition('@')[0]}@{gbits:g}G{size}",
+            links=(*(self.links[:-1] or self.links), link),
+            measured=tuple(m for m in self.measured if m.size * m.stride <= self.devices_per_node),
+        )
+
+    @property
+    def fabric(self) -> str:
+        """Text about the link between nodes, where `with_fabric` put it there; else ""."""
+        if "@" not in self.name:
+            return ""
+        link = self.links[-1]
+        shares = sorted({round(100 * rate / link.bytes_per_s) for _, rate in link.reached})
+        reach = " to ".join(f"{share}" for share in dict.fromkeys((*shares[:1], *shares[-1:]))) or "100"
+        alone = "" if self.nodes > 1 else "; one node has no use for it"
+        gigabytes = link.bytes_per_s / 1e9
+        latency = f"its latency of {link.latency_s * 1e6:.4g} us"
+        return f"{link.name}: {gigabytes:.4g} GB/s, of which collectives reach {reach} %, with {latency}{alone}"
+
     def slowest_of(self, devices: int) -> float:
         """The expected time of the slowest of several devices, for which all wait, relative to that of one.
 
@@ -145,7 +187,8 @@ class Cluster:
     def of(given: Any) -> Cluster:
         """The cluster that a caller means: a Cluster, a known name, the path of a JSON profile, or None.
 
-        None is the default cluster. "h100-8x4" names 4 nodes of 8 devices each.
+        None is the default cluster. "h100-8x4" names 4 nodes of 8 devices each, and "h100@400G-8x4" such nodes between
+        which each device has 400 Gbit/s.
         """
         if given is None:
             return Cluster.of(DEFAULT)
@@ -154,17 +197,17 @@ class Cluster:
         if isinstance(given, (str, Path)):
             if Path(given).suffix == ".json":
                 return _read(Path(given).stem, Path(given))
-            match = re.fullmatch(r"([a-z0-9]+?)(?:-([1-9]\d*)x([1-9]\d*))?", str(given))
+            match = re.fullmatch(r"([a-z0-9]+?)(?:@(\d+(?:\.\d+)?)G)?(?:-([1-9]\d*)x([1-9]\d*))?", str(given))
             folder = resources.files("autopar.sharding").joinpath("clusters")
             known = sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
             if match and match[1] in known:
                 cluster = _read(match[1], folder.joinpath(f"{match[1]}.json"))
-                if not match[2]:
-                    return cluster
-                return replace(cluster, name=str(given), devices_per_node=int(match[2]), nodes=int(match[3]))
+                if match[3]:
+                    cluster = replace(cluster, devices_per_node=int(match[3])).of_nodes(int(match[4]))
+                return cluster.with_fabric(float(match[2])) if match[2] else cluster
             raise BadCluster(
                 f"no cluster is called {str(given)!r}",
-                seen=among(known, str(given).partition("-")[0]),
+                seen=among(known, re.split("[-@]", str(given))[0]),
                 advice='a name such as "h100-8x4", or the path of a .json profile',
             )
         raise BadCluster(

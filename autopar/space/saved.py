@@ -133,11 +133,18 @@ def _besides(node: fx.Node, line: Line, kind: str) -> Iterator[Held]:
             yield Held(int(_bytes(formula)(**_quantities(node))), End(True, place, False))
 
 
-def bytes_that_stand(graph: Graph, optimizer: str | float) -> float:
-    """Bytes of parameters, their gradients and optimizer states, over all devices together."""
+def bytes_that_stand(graph: Graph, optimizer: str | float, steps: bool = False) -> float:
+    """Bytes of parameters, their gradients and optimizer states, over all devices together.
+
+    With `steps`, also those that the optimizer's step makes temporarily.
+    """
     types = [type_of(node) for node in graph.parameters.values()]
-    kept = {t.itemsize: optimizer_figures(optimizer, t.itemsize)["kept"] for t in types}
-    return float(sum(t.nbytes * (1 + t.requires_grad * (1 + kept[t.itemsize])) for t in types))
+
+    def kept(itemsize: int) -> float:
+        figures = optimizer_figures(optimizer, itemsize)
+        return figures["kept"] + (figures["temporary"] if steps else 0)
+
+    return float(sum(t.nbytes * (1 + t.requires_grad * (1 + kept(t.itemsize))) for t in types))
 
 
 def saved_bytes(graph: Graph, cluster: Any = None, emitted: bool = False) -> int:

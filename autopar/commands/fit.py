@@ -1,0 +1,149 @@
+"""`autopar fit`: on how many devices of each kind a step fits, or a number of tokens is trained in time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from autopar.commands.clusters import cluster_of, notes_of
+from autopar.commands.fitting import Fitting, Held
+from autopar.commands.goals import Goal
+from autopar.commands.models import Named, count_of
+from autopar.commands.planning import number_or_name
+from autopar.commands.rates import Work, rates_of
+from autopar.request import Request
+from autopar.solver.figures import aligned, time
+from autopar.solver.plan import Plan
+
+_GIB = 2**30
+
+
+def fit(asked: argparse.Namespace) -> int:
+    """Print the fewest devices of each kind that hold a step, or that train so many tokens in time."""
+    goal = Goal.of(asked.tokens, asked.days, asked.price)
+    kinds = [cluster_of(kind, asked.fabric) for kind in asked.clusters.split(",")]
+    model, inputs = Named(asked.model, asked.inputs).made()
+    request = Request(
+        mesh=1,
+        memory_budget=asked.budget,
+        precision=asked.precision,
+        optimizer=number_or_name(asked.optimizer),
+        accumulation=asked.accumulation,
+        compile=asked.compile,
+    )
+    fitting = Fitting(request, request.trace(model, inputs))
+    work = Work.of(inputs)
+    rows = [fitting.fewest(kind) for kind in kinds]
+    if goal is not None:
+        rows = [goal.met(fitting, held, work) for held in rows]
+    if asked.json:
+        print(json.dumps([_data(held, work, goal) for held in rows], indent=2))
+        return 0
+    print(f"{asked.model}: {count_of(model)}, {work.count * asked.accumulation:,} {work.unit} a step\n")
+    print("\n".join(_text(rows, work, goal)))
+    example = next((held.plan for held in rows if held.plan is not None), None)
+    if example is not None:
+        print(f"\n{_command(asked, example)}\n    plans the first of these again, and closer to the fastest")
+    vain = [_in_vain(held) for held in rows if held.refused or held.plan is None]
+    vain += [_late(held) for held in rows if held.is_late]
+    print("\n".join(["", *vain, *_SAID, *(note for kind in kinds for note in notes_of(kind))]))
+    return 0
+
+
+_SAID = (
+    "Each line is a plan that was found, a few percent from the fastest. On fewer devices none was found, or they",
+    "lack the room for parameters, gradients and optimizer states. Numbers of devices that share the rows of the batch",
+    "evenly are tried: divisors of a node, then whole nodes. Seconds are the middle of what nine steps of ten take.",
+)
+
+
+def _text(rows: list[Held], work: Work, goal: Goal | None) -> list[str]:
+    """Two tables: what devices do, and what they hold."""
+    head = ["cluster", "devices", "mesh", "micro-batches", "recompute", "step", f"{work.unit}/s", "a device"]
+    if goal is not None:
+        head += ["days", *(["cost"] if goal.price is not None else [])]
+    kinds = ["parameters", "gradients", "optimizer states", "saved activations"]
+    said = aligned(tuple(head), (_does(held, work, goal) for held in rows))
+    held_head = ("GiB a device", "devices", *kinds, "others", "of", "peak")
+    fitting = [held for held in rows if held.plan is not None]
+    return [*said, "", *aligned(held_head, (_holds(held, held.plan, kinds) for held in fitting if held.plan))]
+
+
+def _in_vain(held: Held) -> str:
+    """A line about the numbers of devices on which no plan was found."""
+    if not held.refused:
+        return f"{held.kind.name}: no number of devices that shares the rows has room for what any plan keeps"
+    return f"{held.kind.name}: no plan was found on {', '.join(map(str, held.refused))} devices"
+
+
+def _late(held: Held) -> str:
+    """A line about a goal that no number of devices reaches."""
+    return f"{held.kind.name}: no number of devices that shares the rows is in time; a larger batch shares among more"
+
+
+def _does(held: Held, work: Work, goal: Goal | None) -> tuple[str, ...]:
+    plan = held.plan
+    columns = 6 + (goal is not None) + (goal is not None and goal.price is not None)
+    if plan is None:
+        return (held.kind.name, "none", *[""] * columns)
+    rates = rates_of(plan, work)
+    share = f"{plan.recompute_s / plan.step_time_s:.1%}" if plan.recomputed else "none"
+    turns = str(plan.microbatches)
+    shape = "x".join(map(str, plan.mesh.shape))
+    cells = [plan.cluster.partition(" ")[0], str(rates.devices), shape, turns, share, time(rates.expected_s)]
+    cells += [f"{rates.per_s:,.0f}", f"{rates.per_s_device:,.0f}"]
+    if goal is not None:
+        cells.append(f"{goal.days_of(rates):,.1f}")
+        cost = goal.cost_of(rates)
+        cells += [f"{cost:,.0f}"] if cost is not None else []
+    return tuple(cells)
+
+
+def _holds(held: Held, plan: Plan, kinds: list[str]) -> tuple[str, ...]:
+    each = [plan.memory.get(kind, 0) for kind in kinds]
+    parts = [*each, plan.peak_bytes - sum(each), held.room, plan.peak_bytes]
+    return held.kind.name, str(plan.mesh.size), *(f"{n / _GIB:.2f}" for n in parts)
+
+
+def _command(asked: argparse.Namespace, plan: Plan) -> str:
+    """The command that plans a row of the table."""
+    said = [f"autopar plan {asked.model} --mesh {'x'.join(map(str, plan.mesh.shape))}"]
+    said.append(f"--cluster {plan.cluster.partition(' ')[0]} --microbatches {plan.microbatches}")
+    names = ("inputs", "precision", "budget")
+    said += [f"--{name} {getattr(asked, name)}" for name in names if getattr(asked, name)]
+    said += [f"--optimizer {asked.optimizer}"] if asked.optimizer != "adamw" else []
+    said += [f"--accumulation {asked.accumulation}"] if asked.accumulation > 1 else []
+    return " ".join([*said, *(["--compile"] if asked.compile else [])])
+
+
+def _data(held: Held, work: Work, goal: Goal | None) -> dict[str, Any]:
+    """A row as JSON."""
+    plan = held.plan
+    found: dict[str, Any] = {
+        "kind": held.kind.name,
+        "room": held.room,
+        "planned_in_vain": list(held.refused),
+        "is_late": held.is_late,
+    }
+    if plan is None:
+        return {**found, "devices": None}
+    rates = rates_of(plan, work)
+    days = {} if goal is None else {"days": goal.days_of(rates), "cost": goal.cost_of(rates)}
+    return {
+        **found,
+        "cluster": plan.cluster.partition(" ")[0],
+        "devices": plan.mesh.size,
+        "mesh": list(plan.mesh.shape),
+        "microbatches": plan.microbatches,
+        "chunks": plan.chunks,
+        "recomputed": len(plan.recomputed),
+        "recompute_s": plan.recompute_s,
+        "expected_s": rates.expected_s,
+        "interval_s": list(plan.step_interval_s),
+        "unit": work.unit,
+        "per_s": rates.per_s,
+        "per_s_device": rates.per_s_device,
+        "memory": dict(plan.memory),
+        **days,
+    }
