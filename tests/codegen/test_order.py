@@ -166,8 +166,8 @@ def wide():
 
 
 MIB = 2**20
-# Planning counts in the space of its search: a message begins where the first of the parameters is read that may move in
-# it, and what hands a tied parameter on does not know its policy. In the plan's own space both are known.
+# Planning counts in the space of its search: a message begins where the first of the parameters is read that may move
+# in it, and what hands a tied parameter on does not know its policy. In the plan's own space both are known.
 SHARED = {
     "in chunks, by rotor": {"recompute": "rotor", "memory_budget": 18 * MIB},
     "over two calls": {"mesh": (4,), "memory_budget": 22 * MIB, "accumulation": 2},
