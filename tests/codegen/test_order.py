@@ -181,7 +181,7 @@ BUDGETS = {
     "half": {"mesh": (4,), "parallel": "zero3", "precision": Precision("bfloat16", "float32")},
     **SHARED,
 }
-QUICK = ("llama-zero3-2x2", "gpt2-zero2-accumulated", "pictures-zero1-bf16", "auto, tight", "over two calls, tight")
+QUICK = ("llama-tight", "llama-zero3-2x2", "gpt2-zero2-accumulated", "pictures-zero1-bf16")
 
 
 @pytest.mark.parametrize(
