@@ -150,7 +150,8 @@ def gather_ahead(half: Half) -> None:
     """Prefetch a window's parameters while its neighbour computes.
 
     Each step, axis and dtype is one message. The neighbour is the window before it in forward, and the window after it
-    in backward. Over one axis after another, each step begins as its share of the neighbour does.
+    in backward. Over one axis after another, each step begins as its share of the neighbour does. A message is finished
+    before others begin at that place, so that those of two windows are not in memory together.
 
     before    y = mm(x, u);  w = all_gather(p);  z = mm(y, w);  v = all_gather(q);  r = mm(z, v)   # p, q: next window
     after     g = begin_all_gather(pack([p, q]));  y = mm(x, u);  f = finish(g);  w = f[0];  v = f[1];  z = mm(y, w);  r
@@ -159,18 +160,18 @@ def gather_ahead(half: Half) -> None:
     graph = half.graph
     made = fetched(half.graph, half.reads)
     places = _places(half, made)
-    chains = _chains(half, made)
-    # Copies of a window are there before the next gathers begin beside it: else both messages would be held at once.
-    ready = {window: places[window][0][0] for *_, window in chains if window in places}
-    begun_at: dict[fx.Node, fx.Node] = {}  # place -> the first message that begins there
-    for (number, count, window), gathers in sorted(chains.items(), key=lambda item: item[0][0]):
+    packed: dict[fx.Node, fx.Node] = {}  # place -> the first node of the messages that begin there
+    for (number, count, window), gathers in sorted(_chains(half, made).items(), key=lambda item: item[0][0]):
         beside = places.get(window)
         if beside is None:
             _gather_together(graph, gathers, made)
             continue
         anchor = _at_share(beside, number / count)
-        # A step must have finished before the chain's next step begins.
-        then = [_at_share(beside, (number + 1) / count)] if number + 1 < count else []
+        # A step must have finished before the chain's next step begins, and the last one as its own window does.
+        own, _ = next(iter(gathers.values()))
+        ends = [node for node, _ in places.get(own, ())[:1]]
+        if number + 1 < count:
+            ends = [_at_share(beside, (number + 1) / count)]
         groups: dict[tuple[str, object, torch.dtype], list[fx.Node]] = {}
         for node in gathers:
             if anchor < node:
@@ -179,11 +180,10 @@ def gather_ahead(half: Half) -> None:
             _move_before(anchor, nodes, made)
             with graph.inserting_before(anchor):
                 begun = begin(graph, kind, [n.args[0] for n in nodes], axis, *numbers_of(nodes))
-            windows = {gathers[n][0] for n in nodes}
-            own = [ready[window] for window in windows & ready.keys() if begun < ready[window]]
-            place = min(nodes + then + own)
-            finish_before(graph, begun, nodes, max(begun.next, begun_at.get(place, place)))
-            begun_at.setdefault(anchor, begun.all_input_nodes[0])
+            packed.setdefault(anchor, begun.all_input_nodes[0])
+            place = min(nodes + [node for node in ends if begun < node])
+            others = packed.get(place, place)
+            finish_before(graph, begun, nodes, others if begun < others else place)
 
 
 Gathers = dict[fx.Node, tuple[int, int]]  # the window and the bucket of each

@@ -1,7 +1,7 @@
 """Holds emitted halves to the order that a plan is priced by: forward as the local program, backward in reverse.
 
 What moves parameters or their gradients stands where the schedule puts it, and what is recomputed before what reads it;
-copies for chunks carry no mark of their op.
+copies for chunks carry no mark of their op. `step_of` is the step of a plan that was read from a file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import torch.fx as fx
 from autopar.codegen.buffers import hands_on
 from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED
 from autopar.codegen.lower import Lowered
+from autopar.graph.graph import Graph
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish
+from autopar.sharding.cluster import Cluster
+from autopar.solver.plan import Plan
+from autopar.solver.points import Point, Points
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
+from autopar.space.timeline import Timeline
 
 _MOVES = frozenset((*STEPS.values(), *PACK.values(), *BEGIN.values(), finish, operator.getitem))
 
@@ -30,6 +37,29 @@ def check_order(lowered: Lowered) -> None:
         said = sorted(order, key=places.__getitem__, reverse=mark == BACK)
         for name, right in zip(order, said, strict=True):
             assert name == right, f"{name} runs where the plan has {right}"
+
+
+def step_of(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[Point, Timeline]:
+    """The step of a plan and its graph alone: its seconds and bytes where all is saved, and its timeline."""
+    setting = Setting(
+        plan.mesh,
+        cluster,
+        plan.optimizer,
+        plan.accumulation,
+        plan.precision[1] if plan.precision else "",
+        plan.window_bytes,
+        bool(plan.regathered),
+        plan.compiled,
+        plan.kernels,
+        turns=plan.microbatches,
+    )
+    space = shardings(graph, setting, plan.constraints())
+    picked = []
+    for site in space.sites:
+        (choice,) = (i for i, choice in enumerate(site.choices) if choice == plan.decisions[site.name].choice)
+        picked.append(choice)
+    saved = Points(space).of(picked)
+    return saved, Timeline.of(space, picked, saved.held, saved.momentary)
 
 
 def _ops(half: fx.Graph, mark: str, parameters: Collection[str]) -> Iterator[str]:

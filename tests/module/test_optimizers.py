@@ -18,6 +18,7 @@ from torch import nn
 
 import autopar
 from autopar.letters import Letter, NotServed
+from autopar.module.optimizers import take_parts
 from autopar.testing import Equality, on_processes
 from tests.models import eager_links
 from tests.training import whole
@@ -325,3 +326,20 @@ def test_states_of_one_device_are_loaded_on_a_mesh(name, threads):
     for parallel in ("zero3", "dp"):
         for result in threads(2, body, parallel):
             Equality.in_float64(f"{name} under {parallel}", result, expected, near).check()
+
+
+def test_whole_states_are_cut_where_they_are(threads):
+    """Each rank takes its part of its own states: all have loaded the same, and nothing is sent."""
+
+    def body(rank):
+        model = autopar.autoparallelize(
+            nn.Linear(4, 4), {"input": torch.zeros(2, 4)}, mesh=2, parallel="zero3", cluster=eager_links()
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        for p in model.parameters():
+            optimizer.state[p] = {"exp_avg": torch.full(p.shape, float(rank))}
+        take_parts(optimizer)
+        return [state["exp_avg"].to_local() for state in optimizer.state.values()]
+
+    for rank, parts in enumerate(threads(2, body)):
+        assert all((part == rank).all() and part.numel() for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from autopar.solver.figures import size
 from autopar.solver.joint import JointPrices
 from autopar.solver.joint_search import JointSearch
 from autopar.solver.lined import Lined
+from autopar.solver.polish import spliced
+from autopar.solver.recompute import recompute
 from autopar.solver.searches import Task
 from autopar.solver.standing_bytes import least_standing
 from autopar.space import timeline
@@ -87,6 +90,22 @@ def test_what_is_said_to_be_needed_is_in_every_schedule(turns, monkeypatch):
     for lined, rows, held in schedules(space, counted):
         assert held.max() >= needed * (1 - 1e-9) and held.min() >= always * (1 - 1e-9)
         assert (held[step:] >= rows[step:] * (1 - 1e-9)).all() and held[step:].max() == lined.at_step
+
+
+def test_a_plan_of_exactly_the_budget_is_spliced_with_faster_ones():
+    counted = Budgeted(language_space(1))
+    fast = min(counted.fastest(math.inf, 0.0, until=math.inf).points, key=lambda point: point.seconds)
+    small = counted.smallest()[0]
+    assert small.peak < fast.peak and fast.seconds < small.seconds
+    found = spliced(counted, [fast, small], small.peak)
+    assert found and all(point.peak <= small.peak for point in found)
+
+
+def test_a_policys_plan_of_exactly_the_budget_is_the_one():
+    task = Task(Budgeted(language_space(1)), math.inf, "cbc", None, 0.0, math.inf, recomputes=True)
+    fastest = recompute(task, "full", lambda: pytest.fail("another sharding is looked for")).best
+    again = recompute(replace(task, budget=fastest.peak), "full", lambda: pytest.fail("this one fits")).best
+    assert (again.picked, again.peak) == (fastest.picked, fastest.peak)
 
 
 def test_prices_at_the_step_give_bounds(monkeypatch):

@@ -72,6 +72,7 @@ BFLOAT16 = {"precision": autopar.Precision(param="bfloat16", reduce="float32")}
 MODELS = {
     "dropout, tied weights, two micro-batches": lambda: (gpt2(), zeros(16, 64)),
     "regathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
+    "gathered window by window": lambda: (gpt2(width=256), zeros(8, 64)),
     "read in parts, then whole": lambda: (EachReadTwice(), {"x": torch.zeros(512, 256)}),
     "queries that are gathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
     "gradients that are cut and cast": lambda: (MLP(256, 4), {"x": torch.zeros(8, 256), "y": torch.zeros(8, 256)}),
@@ -87,6 +88,8 @@ MODELS = {
     [
         ("dropout, tied weights, two micro-batches", (4,), {"parallel": "dp", "accumulation": 2}),
         ("regathered", (4,), {"parallel": "zero3"}),
+        # the message of the next window begins behind the end of the last one's
+        ("gathered window by window", (4,), {"parallel": "zero3"}),
         ("mostly parameters", (2,), {"parallel": "dp"}),
         (
             "gradients that are cut and cast",

@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar import DeviceMesh, Plan
 from autopar.codegen import joint
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, info, type_of
 from autopar.graph.kept import NotKept
 from autopar.letters import Infeasible, NotServed
 from autopar.module.turn_runner import InTurns
@@ -106,6 +106,25 @@ def test_a_micro_batch_draws_what_its_rows_draw_in_the_batch(ranks):
     for turns in (2, 4, 8)[: 4 - ranks]:
         for found in on_threads(ranks, lambda rank, turns=turns: body(rank, turns)):
             assert all(torch.equal(found[name], one[name]) for name in one)
+
+
+class OfRows(nn.Module):
+    """A mask that is drawn, with a row for each of the batch, and another value of inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        mask = torch.ones(8, 4) * torch.rand(8, 4)
+        return (self.linear(x * 2) * mask).sum()
+
+
+def test_a_turn_makes_its_rows_alone():
+    graph = in_micro_batches(ColoTracer().trace(OfRows(), {"x": torch.zeros(8, 4)}), 2, keeps_outputs=False)
+    ops = [node for node in graph.nodes if info(node).kind == "op"]
+    assert all(node.users for node in ops)
+    assert {type_of(node).shape[0] for node in ops if len(type_of(node).shape) == 2} == {4}
 
 
 def test_what_looks_at_all_rows_is_a_letter():
