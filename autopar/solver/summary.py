@@ -83,7 +83,7 @@ def _takes(plan: Plan) -> Iterator[_Line]:
     within = " within the budget" if math.isfinite(plan.budget) else ""
     of = f" {plan.bound_of}" if plan.bound_of else ""
     on = f" on mesh {plan.mesh}" if plan.meshes else ""  # others were searched, too
-    yield "bound", f"no plan{on}{within}{of} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 2
+    yield "bound", f"no plan{on}{within}{of} takes less than {time(plan.lower_bound_s)}: gap {plan.gap:.2%}", 3
     if beside := _beside(plan):
         yield "beside", beside, 2
     yield "dearest", _dearest(plan), 2
