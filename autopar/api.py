@@ -32,6 +32,7 @@ from autopar.module.attributes import reads_of
 from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.reads import Reads
 from autopar.needs import with_remedies
+from autopar.progress import shown, tell
 from autopar.report import write_report
 from autopar.request import Request
 from autopar.runtime.faults import limit
@@ -148,6 +149,7 @@ def _planned(request: Request, graph: Graph, started: float, traced: Callable[[R
         raise with_remedies(e, request, graph, traced) from e
 
 
+@shown()
 def autoparallelize(
     model: torch.nn.Module,
     meta_inputs: Any,
@@ -215,7 +217,9 @@ def autoparallelize(
     if outputs == "local":
         grows = outputs_of_rows(lambda batch: request.trace(model, batch), asked.graph, meta_inputs, rows.inputs)
         how = replace(how, gives_rows=grows)
+    began = time.monotonic()
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
+    tell("lowered in %.1f s", time.monotonic() - began)
     _let_search_go(chosen)
 
     call = Call(*as_call(meta_inputs))
