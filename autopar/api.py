@@ -34,6 +34,7 @@ from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.reads import Reads
 from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
+from autopar.progress import shown, tell
 from autopar.report import write_report
 from autopar.request import Request
 from autopar.runtime.faults import limit, tell_launcher
@@ -152,6 +153,7 @@ def _planned(request: Request, graph: Graph, started: float, traced: Callable[[R
         raise with_remedies(e, request, graph, traced) from e
 
 
+@shown()
 def autoparallelize(
     model: M,
     meta_inputs: Any,
@@ -231,7 +233,9 @@ def autoparallelize(
     if outputs == "local":
         grows = outputs_of_rows(lambda batch: request.trace(model, batch), asked.graph, meta_inputs, rows.inputs)
         how = replace(how, gives_rows=grows)
+    began = time.monotonic()
     lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
+    tell("lowered in %.1f s", time.monotonic() - began)
     _let_search_go(chosen)
 
     call = Call(*as_call(meta_inputs))

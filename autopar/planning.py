@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.collector import without_collections
@@ -20,15 +19,18 @@ from autopar.kernels.backend import is_traced
 from autopar.kernels.measured import taken
 from autopar.letters import BadConstraint, BadPreset, Infeasible, NotServed
 from autopar.limits import LIMITS
+from autopar.once import Once
+from autopar.progress import detail
 from autopar.request import Request
 from autopar.runtime.collectives import TIME
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import budget_for, size
 from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.plan import Plan
+from autopar.solver.policies import POLICIES
 from autopar.solver.program import most_promising_first, peak_where_nothing_is_dear, solve
 from autopar.solver.standing_bytes import refuse_below
-from autopar.space.constraints import Preset
+from autopar.space.constraints import Constraints, Preset
 from autopar.space.presets import preset_of, warnings_of, window_of
 from autopar.space.saved import bytes_that_stand
 from autopar.space.schedule import windows_to_search
@@ -37,8 +39,6 @@ from autopar.space.shardings import shardings
 from autopar.space.shared import Shared
 from autopar.space.space import Outdone, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
-
-log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class Planning:
     is_tight: bool = False  # whether the fastest plan is known not to fit in the budget
     rival: Plan | None = None  # a plan with another number of chunks
     apart: frozenset[str] = frozenset()  # results of groups of ops that a kernel could stand for and does not
+    has_habits: bool = True  # whether a preset's habits are kept to
+    made: Once = field(default_factory=Once)  # spaces under presets, which several searches ask for
 
     @without_collections
     def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
@@ -74,15 +76,18 @@ class Planning:
                 seen=e.seen,
                 advice="another preset, or constraints beside it that free what is named",
             ) from e
-        except Infeasible as e:
-            is_free = asked.parallel is None and not asked.constraints
-            if is_free or math.isinf(asked.budget) or self.is_trial:
-                raise
-            seen = f"{e.seen}; {self._stored_apart(mesh) if e.is_of_states else self._in_the_way(mesh)}"
-            advice = "none of these constraints, which keep them whole" if e.is_of_states else e.advice
-            if e.is_of_states and asked.parallel is not None:
-                advice = f"another preset than {asked.parallel!r}, or none"
-            raise e.but(seen=seen, advice=advice) from e
+
+    def explained(self, letter: Infeasible, mesh: DeviceMesh) -> Infeasible:
+        """The letter, with what a preset or constraints have to do with it."""
+        asked = self.request
+        if (asked.parallel is None and not asked.constraints) or math.isinf(asked.budget):
+            return letter
+        if not letter.is_of_states:
+            return letter.but(seen=f"{letter.seen}; {self._in_the_way(mesh)}")
+        advice = "none of these constraints, which keep them whole"
+        if asked.parallel is not None:
+            advice = f"another preset than {asked.parallel!r}, or none"
+        return letter.but(seen=f"{letter.seen}; {self._stored_apart(mesh)}", advice=advice)
 
     def _in_the_way(self, mesh: DeviceMesh) -> str:
         """Text about the constraints that a budget breaks on: those without which there is a plan."""
@@ -158,7 +163,7 @@ class Planning:
             if not expert.habits:
                 raise
             kept = ", ".join(f"{habit} along {mesh.axes[a]}" for a, habit in expert.habits)
-            plan = self._solved(mesh, known, defaults, replace(expert, habits=()))
+            plan = replace(self, has_habits=False)._solved(mesh, known, defaults, replace(expert, habits=()))
             broken = f"{parallel!r} is not kept to everywhere: {kept} leaves no plan"
             plan = replace(plan, warnings=(broken, *plan.warnings))
         whole = warnings_of(parallel, mesh, plan.parameters, plan.parameter_bytes)
@@ -206,16 +211,21 @@ class Planning:
             apart=self.apart,
             turns=self.graph.turns,
         )
+        shared = self.made(("shared", setting), (self.graph,), lambda: Shared.of(self.graph, setting))
         make = functools.partial(
-            shardings,
-            self.graph,
-            constraints=asked.constraints,
-            preset=preset,
-            known=known,
-            shared=Shared.of(self.graph, setting),
+            shardings, self.graph, constraints=asked.constraints, preset=preset, known=known, shared=shared
         )
-        windows = windows_to_search(self.graph) if preset is None else (window_of(asked.parallel, mesh),)
-        return _Spaces(windows, setting, make)
+        if preset is None:
+            return _Spaces(windows_to_search(self.graph), setting, make)
+        # A preset that says how parameters are gathered has one space, whether they may be dropped or not.
+        speaks = Constraints(asked.constraints, mesh, preset).speak_of_gathering
+        what = known, tuple(preset.pins.items()), tuple(preset.habits)
+
+        def made(setting: Setting) -> Space:
+            setting = replace(setting, regather=setting.regather or speaks)
+            return self.made((what, setting), (self.graph, asked), lambda: make(setting))
+
+        return _Spaces((window_of(asked.parallel, mesh),), setting, made)
 
     def _freely(
         self, space: Space, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: Plan | None = None
@@ -284,7 +294,8 @@ class Planning:
         rival: Plan | None,
     ) -> Plan:
         asked = self.request
-        log.info("searching %d places on mesh %s", len(space.sites), space.setting.mesh)
+        mesh = space.setting.mesh
+        detail("searching %d places on mesh %s: %s", len(space.sites), mesh, self._how(mesh, budget))
         plan = solve(
             space,
             asked.solver,
@@ -302,17 +313,32 @@ class Planning:
             budget=float(int(asked.budget)) if has_asked and math.isfinite(asked.budget) else plan.budget,
             precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,
             assumptions=tuple(self.graph.assumptions),
-            defaults=(*defaults, *self._said_of_head()),
+            defaults=(*defaults, *plan.defaults, *self._said_of_head()),
             bound_of=self._bound_of(),
             chunks=self.graph.chunks,
         )
+
+    def _how(self, mesh: DeviceMesh, budget: float) -> str:
+        """A search in words, and whether it is not the first one."""
+        said = ["whatever a plan holds" if math.isinf(budget) else f"within {size(budget)} a device"]
+        said += [f"in {self.graph.turns} micro-batches"] if self.graph.turns > 1 else []
+        said += [f"with the loss head in {self.graph.chunks} chunks"] if self.graph.chunks > 1 else []
+        said += ["with a whole loss head"] if self.is_tight and self.graph.chunks == 1 else []
+        said += [] if self.has_habits else ["without the habits of the preset"]
+        said += [f"with {len(self.apart)} groups of ops without a kernel"] if self.apart else []
+        before = self.made(("searches", mesh), (), list[str])
+        again = "again, " if before else ""
+        before.append(again)
+        return again + ", ".join(said)
 
     def _bound_of(self) -> str:
         """The plans that the bound holds for, in words: those that keep to pins, or run in turns and chunks."""
         asked = self.request
         pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
         pins += ["the constraints"] if asked.constraints else []
+        pins += [f"recompute={asked.recompute!r}"] if asked.recompute in POLICIES else []
         of = [f"that keeps to {' and '.join(pins)}"] if pins else []
+        of += ["that recomputes the same values"] if callable(asked.recompute) else []
         if self.graph.turns > 1:
             of.append(f"in {self.graph.turns} micro-batches")
         elif self.is_tight and asked.microbatches == "auto":  # more would need less recompute

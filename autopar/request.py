@@ -5,7 +5,6 @@ It traces a model, and says which graph is to be planned: in how many micro-batc
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
 from autopar.kernels.measured import taken
 from autopar.letters import BadCluster, NotServed
+from autopar.progress import tell
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
@@ -39,8 +39,6 @@ from autopar.solver.policies import POLICIES, Policy
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 from autopar.turns import in_chunks, in_micro_batches, why_whole
-
-log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +122,7 @@ class Request:
         """The graph of a model, with the loss and the outputs that were asked for."""
         started = time.monotonic()
         graph = ColoTracer().trace(model, meta_inputs, assume=self.assume, loss=self.loss, precision=self.precision)
-        log.info("traced %d ops in %.1f s", sum(info(n).kind == "op" for n in graph.nodes), time.monotonic() - started)
+        tell("traced %d ops in %.1f s", sum(info(n).kind == "op" for n in graph.nodes), time.monotonic() - started)
         if (isinstance(self.outputs, str) and self.outputs != "local") or graph.loss is None:
             return graph
         wanted = graph.output_names if self.outputs == "local" else self.outputs  # a loss of one's own: of any of them

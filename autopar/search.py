@@ -9,11 +9,10 @@ Each graph and mesh that it comes to is planned by `planning.py`.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import numbers
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from glob import escape
@@ -24,16 +23,19 @@ from autopar.graph.graph import Graph, info, rows_of_batch
 from autopar.letters import BadConstraint, BadPreset, Infeasible, Letter, NotServed
 from autopar.limits import LIMITS
 from autopar.planning import Planning, naming_the_smaller
+from autopar.progress import tell
 from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.figures import size
 from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Beside, Plan
 from autopar.solver.rivals import PricedSpace
+from autopar.solver.summary import speed_of, verdict
+from autopar.space.presets import cuts_axes_alike
 from autopar.turns import head_of
 from autopar.workload import workload_of
 
-log = logging.getLogger("autopar")
 _BESIDE = ("ddp", "fsdp", "megatron")  # presets that a plan is compared with
 
 
@@ -45,10 +47,22 @@ def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial:
     """
     began = time.monotonic()
     found = replace(_in_few_turns(graph, request, started, is_trial), workload=workload_of(graph, request))
-    log.info("planned on mesh %s in %.1f s, gap %.2f%%", found.mesh, time.monotonic() - began, 100 * found.gap)
+    tell(
+        "planned on mesh %s in %.1f s, gap %.2f%%: %s",
+        found.mesh,
+        time.monotonic() - began,
+        100 * found.gap,
+        _words(found),
+    )
     if isinstance(found.search, PricedSpace):
         found.search.others = functools.partial(_beside, graph, request, found.mesh, found.microbatches)
     return found
+
+
+def _words(plan: Plan) -> str:
+    """A line about a plan: its way, what is expected of it, and its bytes."""
+    of_budget = f" of {size(plan.budget)}" if math.isfinite(plan.budget) else ""
+    return f"{verdict(plan)}; {speed_of(plan)}; {size(plan.peak_bytes)}{of_budget}"
 
 
 def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool = True) -> Plan:
@@ -99,15 +113,21 @@ def _in_few_turns(graph: Graph, request: Request, started: float = math.inf, is_
     """The fastest plan found for a graph; with "auto", in as few micro-batches as fit in the budget."""
     until = math.inf if request.time_limit is None else started + request.time_limit
     if request.microbatches != "auto":
-        turned = request.in_turns(graph, int(request.microbatches))
-        return _on_meshes(Planning(request, turned, until, is_trial=is_trial))
+        planning = Planning(request, request.in_turns(graph, int(request.microbatches)), until, is_trial=is_trial)
+        try:
+            return _on_meshes(planning)
+        except Infeasible as e:
+            raise _explained(planning, e) from e
     letters: dict[int, Infeasible] = {}  # number of micro-batches -> the letter that refused it
+    whole: Planning | None = None  # The batch is planned at once.
     for turns in _numbers_of_turns(rows_of_batch(graph)):
         if letters and _are_too_few(letters, turns, request.budget):
             continue
         try:
             turned = request.in_turns(graph, turns)
-            return _on_meshes(Planning(request, turned, until, is_trial=is_trial or turns > 1))
+            planning = Planning(request, turned, until, is_trial=is_trial or turns > 1)
+            whole = whole or planning
+            return _on_meshes(planning)
         except Infeasible as e:
             letters[turns] = e
             if not _may_fit(letters, request.budget):
@@ -116,20 +136,54 @@ def _in_few_turns(graph: Graph, request: Request, started: float = math.inf, is_
             if not letters:
                 raise
             break  # the model looks at all rows, or devices cannot share so few
-    raise _of_the_smallest(letters)
+    assert whole is not None
+    raise _explained(whole, _of_the_smallest(letters))
 
 
 def _on_meshes(planning: Planning) -> Plan:
     """The fastest plan found on the mesh that is asked for, or on the best one."""
-    asked = planning.request.mesh
-    hardware = planning.request.hardware
+    request = planning.request
+    candidates = _candidates(request)
+    if len(candidates) > 1 and _are_alike(request, candidates):
+        first, *others = candidates
+        plan = planning.on(first)
+        why = f"not planned: {request.parallel!r} cuts all axes alike, over links of one kind"
+        rows = [(str(mesh), 0.0, 0.0, 0, why) for mesh in others]
+        return replace(plan, meshes=((str(first), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""), *rows))
+    return best_mesh(candidates, planning.on, planning.until)
+
+
+def _candidates(request: Request) -> list[DeviceMesh]:
+    """The mesh that is asked for, or all meshes of a number of devices, those of few axes first."""
+    asked = request.mesh
     if asked is None or (isinstance(asked, numbers.Integral) and not isinstance(asked, bool)):
-        count = device_count(None if asked is None else int(asked), hardware)
-        check_fits(count, hardware)
-        return best_mesh(meshes(count), planning.on, planning.until)
+        count = device_count(None if asked is None else int(asked), request.hardware)
+        check_fits(count, request.hardware)
+        return meshes(count)
     mesh = DeviceMesh.of(asked)
-    check_fits(mesh.size, hardware)
-    return planning.on(mesh)
+    check_fits(mesh.size, request.hardware)
+    return [mesh]
+
+
+def _are_alike(request: Request, candidates: Sequence[DeviceMesh]) -> bool:
+    """Whether plans on all meshes differ only in messages that several axes send in parts.
+
+    That is so where a preset cuts all axes alike, nothing else names an axis, and one kind of link joins all devices.
+    """
+    hardware = request.hardware
+    if request.parallel is None or request.constraints or hardware.measured:
+        return False
+    axes = [(mesh, a) for mesh in candidates for a in range(len(mesh.shape))]
+    links = {id(link) for mesh, a in axes for _, link in hardware.levels(mesh, a)}
+    return len(links) == 1 and all(cuts_axes_alike(request.parallel, mesh) for mesh in candidates)
+
+
+def _explained(planning: Planning, letter: Infeasible) -> Infeasible:
+    """The letter, explained by constraints and presets where one mesh is planned, not as a trial."""
+    candidates = _candidates(planning.request)
+    if planning.is_trial or (len(candidates) > 1 and not _are_alike(planning.request, candidates)):
+        return letter
+    return planning.explained(letter, candidates[0])
 
 
 def _turns_again(graph: Graph, request: Request) -> tuple[int | str, int | str]:

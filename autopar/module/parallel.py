@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from autopar.module.limits import LIMITS
 from autopar.module.local_outputs import own_rows, rows_of_call
 from autopar.module.padding import Bucket, cut_back
 from autopar.module.state import ModelState, SituatedProgram
+from autopar.progress import shown, tell
 from autopar.runtime.agreement import begin_call, run_program
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.random import RandomState
@@ -160,7 +162,11 @@ class ParallelModule(nn.Module):
         with naming_the_lost("its call"):
             program, inputs, bucket = called(self, args, kwargs)
         program.calls += 1
+        began = time.monotonic()
         outputs, changed = program.run(self, inputs, state.random)
+        if program.calls == 1 and state.made == 1:
+            with shown():
+                tell("%s runs: its first forward took %.1f s", state.original.__name__, time.monotonic() - began)
         write_updates(program.runner.graph, self, changed, program.changing, with_stand_ins=True)
         for hook in program.sight.idle:
             hook.run(self, state.hooks)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,12 +14,19 @@ from autopar.graph.graph import Graph
 from autopar.letters import NotServed
 from autopar.module.attributes import Sight
 from autopar.module.situation import Situation
+from autopar.progress import shown, tell
 from autopar.solver.plan import Plan
 
 if TYPE_CHECKING:
     from autopar.module.state import ModelState, SituatedProgram
 
-log = logging.getLogger("autopar")
+_WHY = {  # A difference of situations -> what it says of a call.
+    "arguments": "with such arguments",
+    "train and eval": "in this mode",
+    "parameters that train": "with these parameters trained",
+    "autocast": "under this autocast",
+    "attributes or hooks of modules": "since modules were changed",
+}
 
 
 def lower_again(
@@ -48,8 +54,8 @@ def lower_again(
             plan = program.lowered.plan
             if program.has_gradients == grad:
                 took = time.perf_counter() - start
-                said = "autopar looked at %s again, whose modules say something else, and it made no difference: %.1f s"
-                log.warning(said, name, took)
+                with shown():
+                    tell("looked at %s again, whose modules say something else: nothing changes (%.1f s)", name, took)
                 return program
     if late := [name for name in graph.parameters if name not in state.setup.storage]:
         raise NotServed(
@@ -59,12 +65,22 @@ def lower_again(
     lowered = state.lowered(graph, plan, grad, state.rows(graph, situation.structure, cut))
     program = state.keep(situation, grad, lowered, sight)
     if known is None:
-        figures = f"{plan.step_time_s * 1e3:.3g} ms a step by its figures"
-        differs = state.caller.differs(situation, before.situation, before.sight)
+        low, high = plan.step_interval_s
         took = time.perf_counter() - start
-        said = ", ".join(f"{what} ({now})" if now else what for what, now in differs.items())
-        log.warning("autopar planned and lowered %s again (%s), for %s: %.1f s", name, figures, said, took)
+        why = _why(state.caller.differs(situation, before.situation, before.sight), before.has_gradients, grad)
+        with shown():
+            what = "planned and lowered %s again in %.1f s, at its %s; expected %.3g to %.3g ms a step"
+            tell(what, name, took, why, low * 1e3, high * 1e3)
     return program
+
+
+def _why(differs: Mapping[str, str], had_gradients: bool, grad: bool) -> str:
+    """The trigger of a program in words, as in "first call without gradients"."""
+    said = [] if had_gradients == grad else ["with gradients" if grad else "without gradients"]
+    for what, now in differs.items():
+        words = _WHY.get(what, f"with {what}")
+        said.append(f"{words} ({now})" if now else words)
+    return f"first call {', '.join(said)}"
 
 
 def _serves(state: ModelState, program: SituatedProgram, grad: bool) -> bool:

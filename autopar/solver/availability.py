@@ -7,6 +7,7 @@ op to what it reads, and on to what made that.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class Availability:
 
     leaving: np.ndarray
     arriving: np.ndarray
+    saving: np.ndarray  # Repeating an op takes these seconds, with what it reads.
 
 
 class AvailabilityPrices:
@@ -69,8 +71,55 @@ class AvailabilityPrices:
 
         `exposed` is the share that counts as exposed, of each kind of window; without it all communication does.
         """
-        leaving, arriving = self._shared_out(line, self._cut(line, price, self.adds(exposed)))
-        return Availability(self._alike(leaving), self._alike(arriving))
+        return self._worth(line, self._cut(line, price, self.adds(exposed)))
+
+    def worth_under(
+        self,
+        line: Timeline,
+        price: float,
+        exposed: Sequence[float] | None,
+        again: frozenset[int],
+        own: frozenset[int],
+        of_time: float = 1.0,
+    ) -> Availability:
+        """The availability prices where exactly the runs `again` are repeated; seconds count `of_time` times.
+
+        The runs `own` are repeated for their own backward, whoever else reads what they make: only what they read in
+        turn is asked for.
+        """
+        wanted, saved, repeated = self._costs(line, price, self.adds(exposed))
+        for i, run in enumerate(line.runs):
+            makes = [v for v in run.makes if not line.fixed[v]]
+            repeated[i] = repeated[i] * of_time if i in again else math.inf
+            saved |= dict.fromkeys(makes, 0.0 if i in own else math.inf) if i in again else {}
+            wanted = wanted.difference(makes) if i in own else wanted
+        askers: dict[int, list[int]] = {}  # value -> the runs of `own` that read it
+        for i in sorted(own):
+            for v in line.runs[i].reads:
+                askers.setdefault(v, []).append(i)
+        flow = cut(line, wanted | askers.keys(), saved, repeated)
+        into, asked = dict(flow.into), dict(flow.wanted)
+        for v, runs in askers.items():
+            amount = asked.pop(v, 0.0)
+            into |= {(i, v): into.get((i, v), 0.0) + amount / len(runs) for i in runs}
+        return self._worth(line, CutFlow(flow.again, into, asked))
+
+    def _worth(self, line: Timeline, flow: CutFlow) -> Availability:
+        leaving, arriving = self._shared_out(line, flow)
+        return Availability(self._alike(leaving), self._alike(arriving), self._through(line, flow))
+
+    def _through(self, line: Timeline, flow: CutFlow) -> np.ndarray:
+        """The flow through the run of each op, the mean over ops that are alike."""
+        asked: dict[int, float] = dict(flow.wanted)
+        for (_, value), amount in flow.into.items():
+            asked[value] = asked.get(value, 0.0) + amount
+        through: np.ndarray = np.zeros(len(line.run_of))
+        for op, i in enumerate(line.run_of):
+            through[op] = sum(asked.get(v, 0.0) for v in line.runs[i].makes)
+        kinds = np.array([self.kinds[op.site] for op in self.passages.ops])
+        for kind in np.unique(kinds):
+            through[kinds == kind] = through[kinds == kind].mean()
+        return through
 
     def cheapest(self, line: Timeline, price: float, exposed: Sequence[float] | None = None) -> frozenset[int]:
         """The runs to recompute under one sharding for the least seconds, at a price of a byte."""
@@ -95,13 +144,19 @@ class AvailabilityPrices:
 
     def _cut(self, line: Timeline, price: float, adds: tuple[float, ...]) -> CutFlow:
         if line is not self._line or (price, adds) != self._priced:
-            wanted = {v for run in line.runs if run.is_op for v in self._wanted(run)}
-            saved = {v: price * float(line.bytes[v]) for v in range(len(line.bytes))}
-            again = [run.seconds * adds[run.time] if run.is_op else run.seconds for run in line.runs]
-            self._flow = cut(line, wanted, saved, again)
+            self._flow = cut(line, *self._costs(line, price, adds))
             self._line = line
             self._priced = (price, adds)
         return self._flow
+
+    def _costs(
+        self, line: Timeline, price: float, adds: tuple[float, ...]
+    ) -> tuple[set[int], dict[int, float], list[float]]:
+        """The values that backward wants, the cost of saving each value, and that of repeating each run."""
+        wanted = {v for run in line.runs if run.is_op for v in self._wanted(run)}
+        saved = {v: price * float(line.bytes[v]) for v in range(len(line.bytes))}
+        again = [run.seconds * adds[run.time] if run.is_op else run.seconds for run in line.runs]
+        return wanted, saved, again
 
     def _shared_out(self, line: Timeline, flow: CutFlow) -> tuple[np.ndarray, np.ndarray]:
         """A cut's flows by edge, (leaving, arriving): from an op to its operands, and on to their makers."""

@@ -12,10 +12,17 @@ and A_e <= r_v, `arriving` of A_u <= R_e) let every state be chosen where it sta
 A_e and K_e in that of an edge. No table grows, and any prices give a bound for all schedules: whatever backward wants
 after the priced time is held then, or made from what is. Good ones are the flows of the minimum cut that gives the
 states of one sharding (`states.py`).
+
+Where a policy names the states (`policy_states.py`), the least is taken over those that it leaves. An op that it never
+repeats has A_u = 0. One that it repeats wherever backward needs it has K_v = 0, unless it may be repeated before the
+priced time: then K_v = 1 is allowed, at the seconds of the op. Where the policy saves it if one of some edges converts,
+K_v <= the number of these that do, and that has a price too (`saving`). Every plan that keeps to the policy has such
+states and meets the constraints, so that any prices give a bound for all of them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,10 +34,12 @@ from autopar.solver.availability import Availability, AvailabilityPrices
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import minimise
 from autopar.solver.limits import LIMITS
+from autopar.solver.policy_states import PolicyStates
 from autopar.solver.tables import NOWHERE, Factor, Problem
+from autopar.space import timeline
 from autopar.space.memory import Piece
 from autopar.space.space import Space
-from autopar.space.timeline import OWN, Passages
+from autopar.space.timeline import OWN, Passages, Timeline
 
 _LIMITS = LIMITS.joint
 
@@ -81,21 +90,42 @@ def without_states(space: Space) -> Space:
 class JointTables:
     """The tables of a space that include the choice of states, at one priced time and one of the optimizer's step."""
 
-    def __init__(self, counted: Budgeted, time: int, step: int) -> None:
+    def __init__(self, counted: Budgeted, time: int, step: int, policy: PolicyStates | None = None) -> None:
         assert counted.memory is not None
         self.counted = counted
         self.memory = counted.memory
         self.passages: Passages = counted.memory.passages
         self.time = time
         self.step = step
+        self.policy = policy  # the states that are allowed; None: all
         self.bases: dict[tuple[float, ...] | None, Problem] = {}  # exposed shares of the last call -> its tables
         self.steps = self.space.setting.passes
         self.prices = AvailabilityPrices(self.space, self.passages, time, counted.points.kind_of)
         self.fixed_sites, self.fixed_edges = self._fixed()
+        # Ops that a policy may repeat until the priced time: what they make may be held then, and be paid for.
+        self.early = frozenset[int]() if policy is None else policy.until(self.passages, time)
+        self.unless: dict[int, list[int]] = {}  # edge -> ops whose results are saved where its value is converted
+        for op, edges in ({} if policy is None else policy.unless).items():
+            for k in sorted(edges):
+                self.unless.setdefault(k, []).append(op)
 
     @property
     def space(self) -> Space:
         return self.counted.space
+
+    def repeated_for_themselves(self, line: Timeline) -> frozenset[int]:
+        """The runs of a line that the policy always repeats from the priced time on, for their own backward."""
+        if self.policy is None:
+            return frozenset()
+        sure = [time for time, is_repeated in enumerate(self.policy.repeats) if is_repeated]
+        left = self.early | self.policy.unless.keys()
+        return frozenset(line.run_of[time] for time in sure if time not in left and self._is_own(line, time))
+
+    def _is_own(self, line: Timeline, time: int) -> bool:
+        """Whether the backward of an op, after the priced time, reads what the op makes."""
+        run = line.runs[line.run_of[time]]
+        kept = [v for v in run.makes if v in run.keeps and not line.fixed[v]]
+        return self.prices.wants[time] and any(line.bytes[v] > timeline.SMALL for v in kept)
 
     def base(self, exposed: tuple[float, ...] | None) -> Problem:
         """Seconds as tables, with these exposed shares of windows."""
@@ -129,13 +159,18 @@ class JointTables:
             factors[k] = _of(factors[k], _plus(once, factors[k].table, held, 1.0))
         return minimise(replace(base, costs=costs, factors=factors, once=Once()), tries=1).bound
 
-    def problem(self, at: JointPrices, worth: Availability) -> Problem:
-        """Seconds and priced bytes as tables to be minimised, under these availability prices."""
+    def problem(self, at: JointPrices, worth: Availability, of_time: float = 1.0) -> Problem:
+        """Seconds and priced bytes as tables to be minimised, under these availability prices.
+
+        Seconds count `of_time` times: 1, or 0 where bytes alone matter.
+        """
         once = Once()
         price = at.of_byte
         base = self.base(at.exposed)
-        costs = list(base.costs)
+        costs = list(base.costs) if of_time else [_for_nothing(once, cost) for cost in base.costs]
         factors = list(base.factors)
+        if not of_time:
+            factors = [_of(factor, _for_nothing(once, factor.table)) for factor in factors]
         at_step = tuple({i: [held] for i, held in held_by.items()} for held_by in self.counted.row(self.step))
         for of_byte, (by_sites, by_edges) in ((price, (self.fixed_sites, self.fixed_edges)), (at.at_step, at_step)):
             for i, held in by_sites.items() if of_byte else ():
@@ -144,11 +179,17 @@ class JointTables:
                 factors[k] = _of(factors[k], _plus(once, factors[k].table, held, of_byte))
         adds = self.prices.adds(at.exposed)
         for time, op in enumerate(self.passages.ops):
-            costs[op.site] = self._site(once, time, costs[op.site], price, worth, adds[time])
+            costs[op.site] = self._site(once, time, costs[op.site], price, worth, of_time * adds[time])
             for k, kept in zip(op.edges, self.prices.kept[time], strict=True):
                 if self.passages.sources[k][0] >= 0 and k not in self.passages.gathered:
-                    table = self._edge(once, k, kept, factors[k].table, price, worth)
+                    table = self._edge(once, k, kept, factors[k].table, price, worth, of_time)
                     factors[k] = _of(factors[k], table)
+        for k, ops in self.unless.items():
+            converted = self.passages.converted[k]
+            less = sum(float(worth.saving[time]) for time in ops)
+            table = factors[k].table
+            make = functools.partial(_less, table, converted, less)
+            factors[k] = _of(factors[k], once(("unless", less), (table, converted), make))
         return replace(base, costs=costs, factors=factors, once=Once())
 
     def _site(
@@ -167,36 +208,63 @@ class JointTables:
         ]
         wants = self.prices.wants[time]
 
-        def made_best() -> np.ndarray:
-            again: np.ndarray = np.full(len(site.choices), asked)
-            if site.compute:
-                again = again + site.compute[0] * (self.steps * adds)
-            saved: np.ndarray = np.zeros(len(site.choices))
-            for made, gain in zip(op.made, gains, strict=True):
+        repeats = None if self.policy is None else self.policy.repeats[time]
+        is_early = time in self.early
+        saving = float(worth.saving[time]) if self.policy is not None and time in self.policy.unless else None
+
+        def kept_best(helds: Sequence[np.ndarray]) -> np.ndarray:
+            """The cost of holding what is wanted at the priced time, at these costs of each value."""
+            held: np.ndarray = np.zeros(len(site.choices))
+            for made, gain, value in zip(op.made, gains, helds, strict=False):
                 is_kept = made.is_kept and wants
+                held = held + (value - gain if is_kept else np.minimum(0.0, value - gain))
+            return held + helds[-1] if op.besides is not None and wants else held
+
+        def made_best() -> np.ndarray:
+            seconds: np.ndarray = np.zeros(len(site.choices))
+            if site.compute:
+                seconds = seconds + site.compute[0] * (self.steps * adds)
+            nowhere = np.full(len(site.choices), NOWHERE)
+            bytes_ = [made.bytes for made in op.made] + ([] if op.besides is None else [op.besides])
+            helds = [made.bytes * price if made.shows == OWN else nowhere for made in op.made]
+            helds += [] if op.besides is None else [op.besides * price]
+            again: np.ndarray = asked + seconds
+            for gain in gains:
                 again = again - gain
-                held = made.bytes * price if made.shows == OWN else np.full(len(saved), NOWHERE)
-                saved = saved + (held - gain if is_kept else np.minimum(0.0, held - gain))
-            if op.besides is not None and wants:
-                saved = saved + op.besides * price
-            return cost + np.minimum(again, saved)
+            saved = kept_best(helds)
+            if repeats is None:
+                return cost + np.minimum(again, saved)
+            if not repeats:
+                return cost + saved
+            if is_early:
+                again = np.minimum(again, seconds + saved)
+            if saving is not None:
+                again = np.minimum(again, saving + saved)
+            # Whatever is repeated, a line saves what it calls small.
+            small = [np.where(b > timeline.SMALL, np.inf, held) for b, held in zip(bytes_, helds, strict=True)]
+            return cost + np.minimum(again, kept_best(small))
 
         how = tuple((m.shows == OWN, m.is_kept and wants) for m in op.made)
         objects = (cost, site.choices, *(m.bytes for m in op.made), op.besides if wants else None)
-        return once(("site", asked, tuple(gains), how, adds), objects, made_best)
+        return once(("site", asked, tuple(gains), how, adds, repeats, is_early, saving), objects, made_best)
 
-    def _edge(self, once: Once, k: int, kept: bool, table: np.ndarray, price: float, worth: Availability) -> np.ndarray:
+    def _edge(
+        self, once: Once, k: int, kept: bool, table: np.ndarray, price: float, worth: Availability, of_time: float
+    ) -> np.ndarray:
         """The table of an edge, with the cheapest state of what arrives."""
         leaving, arriving = float(worth.leaving[k]), float(worth.arriving[k])
         edge = self.space.edges[k]
         made = self.passages.converted[k]
+        may_repeat = self.policy is None or k in self.policy.converts
 
         def arrived_best() -> np.ndarray:
-            moved = np.minimum(made * price, edge.forward * self.steps + leaving) - arriving
+            saved = made * price
+            repeated = edge.forward * (self.steps * of_time) + leaving
+            moved = (np.minimum(saved, repeated) if may_repeat else saved) - arriving
             there = np.where(made > 0, moved, leaving - arriving)
             return table + (there if kept else np.minimum(0.0, there))
 
-        return once(("edge", kept, leaving, arriving), (table, made, edge.forward), arrived_best)
+        return once(("edge", kept, leaving, arriving, may_repeat), (table, made, edge.forward), arrived_best)
 
 
 def _plus(once: Once, base: np.ndarray, held: Sequence[np.ndarray], price: float) -> np.ndarray:
@@ -207,6 +275,11 @@ def _plus(once: Once, base: np.ndarray, held: Sequence[np.ndarray], price: float
 def _for_nothing(once: Once, table: np.ndarray) -> np.ndarray:
     """A table with zeros in the place of all finite entries."""
     return once("nothing", (table,), lambda: np.where(np.isfinite(table), 0.0, np.inf))
+
+
+def _less(table: np.ndarray, converted: np.ndarray, less: float) -> np.ndarray:
+    """A table less a number of seconds wherever a conversion makes something."""
+    return table - np.where(converted > 0, less, 0.0)
 
 
 def _of(factor: Factor, table: np.ndarray) -> Factor:

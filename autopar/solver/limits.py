@@ -121,6 +121,7 @@ class RecomputeLimits:
     open: float = 0.05  # gap, in addition to the free plan's, that is worth a search without recompute
     # BERT at .9 of its memory: a gap of .16 % with the search from here on, of 3.7 % without (design 009).
     small_open: float = 0.02  # the same in a small space, where that search is cheap
+    smallest: int = 3  # shardings of the fewest bytes under a policy before the budget is given up. Chosen.
     mixed: int = 8  # shardings, the fastest of those that were met, whose choices are mixed. Chosen.
     mixtures: int = 6  # times that choices are mixed. Chosen.
     segments: tuple[int, ...] = (1, 2, 3, 4, 6, 8)  # blocks in a segment of which only the ends are saved. Chosen.

@@ -26,7 +26,7 @@ from autopar.letters import Letter, NotServed
 from autopar.solver.groups import in_groups
 from autopar.solver.state_program import by_program
 from autopar.solver.states import StateSearch, StepStates
-from autopar.space.timeline import Run, Timeline
+from autopar.space.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def none(line: Timeline, budget: float) -> Iterable[str]:
 
 def full(line: Timeline, budget: float) -> Iterable[str]:
     """Recompute everything but what enters a block of the model, and what collectives have made."""
-    return _all_but_entries(line, [innermost_block(_module(run)) for run in line.runs])
+    return _all_but_entries(line, by_block(*_names_and_regions(line)))
 
 
 def selective(line: Timeline, budget: float) -> Iterable[str]:
@@ -57,22 +57,46 @@ def selective(line: Timeline, budget: float) -> Iterable[str]:
 
 def as_written(line: Timeline, budget: float) -> Iterable[str]:
     """Recompute the model's own checkpoint regions, but for what enters them."""
-    return _all_but_entries(line, [run.region for run in line.runs])
+    return _all_but_entries(line, by_region(*_names_and_regions(line)))
 
 
 def chen(line: Timeline, budget: float) -> Iterable[str]:
     """Recompute in segments of blocks, as many as the square root of the number of blocks."""
-    return in_segments(line, max(1, round(math.sqrt(len(_blocks(line))))))
+    return _all_but_entries(line, by_segment(*_names_and_regions(line)))
 
 
 def in_segments(line: Timeline, length: int) -> list[str]:
     """Names of all runs but the entries of segments of `length` blocks, collectives, and the last segment."""
-    blocks = _blocks(line)
+    return _all_but_entries(line, by_segment(*_names_and_regions(line), length))
+
+
+def by_block(names: Sequence[str], regions: Sequence[str]) -> list[str]:
+    """The block of the model that each run is in."""
+    return [innermost_block(_module(name)) for name in names]
+
+
+def by_region(names: Sequence[str], regions: Sequence[str]) -> list[str]:
+    """The model's own checkpoint region around each run."""
+    return list(regions)
+
+
+def by_segment(names: Sequence[str], regions: Sequence[str], length: int = 0) -> list[str]:
+    """The segment of `length` blocks of each run, none for the last; 0: their square root."""
+    inside = by_block(names, regions)
+    blocks = list(dict.fromkeys(filter(None, inside)))
+    length = length or max(1, round(math.sqrt(len(blocks))))
     segment = {b: f"segment {i // length}" for i, b in enumerate(blocks)}
     last = segment[blocks[-1]] if blocks else ""
-    parts = [segment.get(innermost_block(_module(run)), "") for run in line.runs]
-    return _all_but_entries(line, ["" if part == last else part for part in parts])
+    parts = [segment.get(block, "") for block in inside]
+    return ["" if part == last else part for part in parts]
 
+
+# The regions of policies that repeat all but what enters a region: from names and checkpoint regions of runs.
+REGIONS: dict[str, Callable[[Sequence[str], Sequence[str]], list[str]]] = {
+    "full": by_block,
+    "as written": by_region,
+    "chen": by_segment,
+}
 
 IN_ONE_LOOK: dict[str, Policy] = {
     "none": none,
@@ -160,10 +184,11 @@ def _all_but_entries(line: Timeline, regions: Sequence[object]) -> list[str]:
     return found
 
 
-def _blocks(line: Timeline) -> list[str]:
-    """The blocks of the model, in order."""
-    return list(dict.fromkeys(b for run in line.runs if (b := innermost_block(_module(run)))))
+def _names_and_regions(line: Timeline) -> tuple[list[str], list[str]]:
+    """The name of each run, and the model's own checkpoint region around it."""
+    return [run.name for run in line.runs], [run.region for run in line.runs]
 
 
-def _module(run: Run) -> str:
-    return run.name.partition("/")[0]
+def _module(name: str) -> str:
+    """The path of a run's module: `h.3.up` of `h.3.up/linear:1`, `out` of the conversion `out:0`."""
+    return name.partition("/")[0].partition(":")[0]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.curve import Curve, CurvePoint, between, curve_of
-from autopar.solver.figures import size
+from autopar.solver.figures import size, time
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.limits import LIMITS
 from autopar.solver.plan import Plan
@@ -76,9 +76,19 @@ def solve(
     prices = found.outcome.prices if found.outcome else Prices({}, (0.0,) * counted.kinds)
     return replace(
         plan,
+        defaults=_said_of_policy(recompute, best.recompute_s - best.recompute_hidden_s, found),
         stopped=tuple(dict.fromkeys(found.stopped)) if is_open else (),
         search=PricedSpace(counted, best, prices, curve),
     )
+
+
+def _said_of_policy(policy: str | Policy, adds: float, found: Findings) -> tuple[tuple[str, str], ...]:
+    """A line of text about what a policy costs, beside a bound for plans that neither recompute nor fit."""
+    if not adds or policy == "auto" or found.outcome is None:
+        return ()
+    name = repr(policy) if isinstance(policy, str) else "a function"
+    free = f"if nothing had to be, whatever it held, no plan would take less than {time(found.outcome.bound)}"
+    return (("recompute", f"{name}, which adds {time(adds)} to a step: {free}"),)
 
 
 def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:

@@ -6,7 +6,7 @@
     within       of each sharding that was met, the states that fit in the budget (`states.py`)
     without      where that leaves more than a little open, shardings that fit without recompute, or hold less
 
-A policy by name, or a user's own, takes the place of `within`; its shardings are the fastest under which it fits.
+A policy by name, or a user's own, takes the place of `within` (`policy_search.py`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.solver.budget import Outcome
 from autopar.solver.joint import JointPrices
 from autopar.solver.joint_search import JointSearch, frontier
 from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined, lowest_of
 from autopar.solver.points import Point
 from autopar.solver.policies import Policy
+from autopar.solver.policy_search import PolicySearch
+from autopar.solver.policy_states import ALL_STATES
 from autopar.solver.polish import with_equal_layers
 from autopar.solver.searches import Findings, SmallestPlan, Task
 
@@ -35,28 +36,40 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
     """The findings with recompute, by a policy or by the joint search; `without` searches without it."""
     if policy == "auto":
         return _auto(task, without)
-    free = task.counted.fastest(math.inf, task.gap, until=task.until)
-    lowest: Point | None = None
-    for point, is_always in _chain(task, free, without):
-        lined = Lined.of(task, point)
-        states = lined.named(policy, task.budget)
-        if states.peak <= task.budget:
-            return Findings(lined.under(states), free.bound, free)
-        if is_always and (lowest is None or states.peak < lowest.peak):
-            lowest = lined.under(states)
-    return Findings(None, free.bound, free, lowest=lowest)
+    search = PolicySearch(task, policy)
+    search.look()
+    if search.is_hopeless:
+        return search.findings
+    search.close()
+    if search.best is None or search.is_wide:
+        _take_more(search, without)
+        search.close()
+    if policy in ALL_STATES and search.best is not None and task.has_budget:
+        search.raise_bound(_bound_of_any_states(task, search.best))
+    return search.findings
 
 
-def _chain(task: Task, free: Outcome, without: Without) -> Iterator[tuple[Point, bool]]:
-    """Shardings met without a budget and under it, each list from the fastest on, then small ones.
+def _take_more(search: PolicySearch, without: Without) -> None:
+    """Try shardings that fit without recompute, then small ones: in a large space until one fits."""
+    task = search.task
+    is_short = len(task.space.sites) <= LIMITS.searches.long
+    for point in frontier(found.outcome.points if (found := without()).outcome else []):
+        if search.take(point) and not is_short:
+            return
+    if search.best is None or is_short:
+        for point in dict.fromkeys([*frontier(task.counted.small()), task.counted.smallest()[0]]):
+            if search.take(point, is_always=True) and not is_short:
+                return
 
-    With each whether it is met under any budget: only such a one may be named as what would fit.
-    """
-    yield from ((point, True) for point in frontier(free.points))
-    found = without()
-    yield from ((point, False) for point in frontier(found.outcome.points if found.outcome else []))
-    small = dict.fromkeys([*frontier(task.counted.small()), task.counted.smallest()[0]])
-    yield from ((point, True) for point in small)
+
+def _bound_of_any_states(task: Task, best: Point) -> float:
+    """A bound for every sharding with every schedule of recompute."""
+    joint = JointSearch.of(task)
+    if joint is None:
+        return -math.inf
+    within = Within(joint, task.budget, best=best, lined=joint.first)
+    within.look_for_prices(_LIMITS.rounds_for_bound)
+    return joint.bound(task.budget)
 
 
 @dataclass(slots=True, eq=False)

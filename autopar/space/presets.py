@@ -91,6 +91,15 @@ def window_of(parallel: Any, mesh: DeviceMesh) -> int:
     return BLOCK if _roles(parallel, mesh).zero == 3 else BUCKET
 
 
+def cuts_axes_alike(parallel: Any, mesh: DeviceMesh) -> bool:
+    """Whether a preset does the same along all axes of a mesh."""
+    try:
+        roles = _roles(parallel, mesh)
+    except BadPreset:
+        return False
+    return not roles.tensor and roles.stored is None
+
+
 def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
     real = [a for a, n in enumerate(mesh.shape) if n > 1]
     if isinstance(parallel, str):

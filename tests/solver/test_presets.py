@@ -241,6 +241,23 @@ def test_the_search_over_meshes_takes_the_best():
     assert planned("llama", 8).to_dict() == found.to_dict()
 
 
+@pytest.mark.parametrize("preset", ["dp", "zero1", "fsdp", {"data": {"size": 8, "zero": 3}}], ids=str)
+def test_a_preset_that_cuts_all_axes_alike_is_planned_on_one_mesh(preset):
+    """And no mesh has a faster plan, nor a smaller one; between nodes and inside, meshes differ and are searched."""
+    found = planned("mlp", 8, parallel=preset)
+    shapes = [(8,), (2, 4), (4, 2)]
+    each = [planned("mlp", DeviceMesh(shape), parallel=preset) for shape in shapes]
+    assert found.step_time_s == each[0].step_time_s == min(plan.step_time_s for plan in each)
+    assert found.peak_bytes == min(plan.peak_bytes for plan in each)
+    assert [(row[0], "not planned" in row[4]) for row in found.meshes] == [
+        (str(DeviceMesh(shape)), len(shape) > 1) for shape in shapes
+    ]
+    model, batch = CASES["mlp"]()
+    for how in (dict(cluster="h100-4x2"), dict(cluster="h100-8x1", constraints={"head.bias": "R"})):
+        plan = autopar.plan(model, batch, mesh=8, parallel=preset, **how)
+        assert all(seconds > 0 for _, seconds, *_ in plan.meshes) and len(plan.meshes) == 3
+
+
 @pytest.mark.parametrize(("on_two", "taken"), [(0.99, (8,)), (0.97, (2, 4)), (1.01, (8,))])
 def test_of_meshes_that_nothing_tells_apart_the_one_of_fewer_axes_is_taken(on_two, taken):
     """And the plan says by how much another was predicted to be faster."""
