@@ -186,7 +186,7 @@ class Plan:
 
     def rates_at(self, step_s: float) -> Rates:
         """Rows and tokens a second, and MFU, of a step that takes so many seconds, as one that was measured."""
-        return Rates.of(self.workload, self.mesh.size, step_s)
+        return Rates(self.workload, self.mesh.size, step_s)
 
     @property
     def step_interval_s(self) -> tuple[float, float]:

@@ -126,8 +126,7 @@ def speed_of(plan: Plan) -> str:
         said += f" ({between(*plan.step_interval_s)} in nine of ten)"
     if not work.rows or not rates.step_s:
         return said
-    each = rates.tokens_per_s_device if work.tokens else rates.rows_per_s / plan.mesh.size
-    said += f", {each:,.{0 if each >= 100 else 1}f} {'tokens' if work.tokens else 'rows'}/s a device"
+    said += f", {rates.per_s_device:,.{0 if rates.per_s_device >= 100 else 1}f} {rates.unit}/s a device"
     return f"{said}, MFU {rates.mfu:.1%}" if work.flops else said
 
 
