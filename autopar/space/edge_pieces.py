@@ -172,7 +172,7 @@ class EdgePieces:
     def _gathered(self, passage: _Passage, needed: int) -> None:
         """Add the gathered copy of a parameter, which exists ahead of its use, and its message."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
-        made, sent = passage.bytes.made, passage.bytes.sent
+        made, sent = passage.bytes.made, passage.bytes.sent_last
         again = () if parameter in schedule.stays else self._regathered(passage, parameter)
         if info(passage.taker).chunks > 1:  # backward of a chunk follows its forward: the copy is there for all of them
             again = ()
@@ -219,7 +219,7 @@ class EdgePieces:
         begins = max(passage.now + 1, transit.begins) if is_ahead else last
         self._put("gathered parameters", passage, dropped, begins, last)
         if is_ahead and transit.is_shared:
-            whole = passage.bytes.sent
+            whole = passage.bytes.sent_last
             sent = self.bytes.once("sent", (dropped, whole), lambda: np.where(dropped > 0, whole, 0.0))
             self._message(passage, sent, dropped, begins, transit.ends)
 
@@ -249,6 +249,7 @@ class EdgePieces:
         pair = self.bytes.once("sums", (tables,), lambda: np.where(tables.is_sum, tables.unreduced, 0.0)), stored
         scattered = self.bytes.once("scattered", pair, lambda: _scattered(*pair))
         packed = self.bytes.once("packed", pair, lambda: _packed(*pair))
+        goes_on = self.schedule.reduction_goes_on(passage.now)
         in_each = passage.edge.marked(self.wiring.sites[passage.edge.source].scattered)[:, None]
         if not self._enters(passage):
             if self.lifetimes.has_several_uses(passage.value):
@@ -269,6 +270,7 @@ class EdgePieces:
             self._put("gradients", passage, whole, back, full - 1)
             self._put("gradients", passage, packed, max(back, closes), max(back, closes))
             self._put("gradients", passage, scattered, closes, max(closes, reduced))
+            self._put("gradients", passage, tables.between, closes, goes_on)
             return
         settled = self.clock.settled
         # reduced in each micro-batch; else it waits as it comes
@@ -280,6 +282,7 @@ class EdgePieces:
         self._put("gradients", passage, np.where(in_each, whole, 0.0), back, full - 1)
         self._put("gradients", passage, np.where(in_each, packed, 0.0), max(back, full), max(back, full))
         self._put("gradients", passage, np.where(in_each, scattered, 0.0), full, max(full, reduced))
+        self._put("gradients", passage, np.where(in_each, tables.between, 0.0), full, goes_on)
         self._put("gradients", passage, np.where(in_each, waits, 0.0), full, settled - 1)
         self._put("gradients", passage, np.where(in_each, 0.0, waits), back, settled - 1)
 
