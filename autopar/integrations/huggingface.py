@@ -42,6 +42,7 @@ from autopar.integrations.adapting import (
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from autopar.module.checkpoint_folder import writer_over
+from autopar.module.checkpoint_planner import GridPlanner
 from autopar.runtime.world import world_size
 from autopar.tracer.precision import Precision
 
@@ -191,7 +192,7 @@ class Trainer(transformers.Trainer):
             torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        dcp.save(self._states(), storage_writer=writer_over(os.path.join(output_dir, _FOLDER)))
+        dcp.save(self._states(), storage_writer=writer_over(os.path.join(output_dir, _FOLDER)), planner=GridPlanner())
         of_optimizer = whole_states(self.optimizer.optimizer)
         if self.args.should_save:
             torch.save(of_optimizer, os.path.join(output_dir, _OPTIMIZER))

@@ -7,6 +7,7 @@ the file (a rate and a start) must meet at five sizes.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -199,7 +200,8 @@ def test_collectives_reach_the_bus_bandwidth_that_nccl_tests_print(name, mesh, k
 
 
 def test_a_file_names_a_source_for_each_kind_of_figure_and_what_it_writes_is_what_it_reads(tmp_path):
-    for name in ("a100", "h100", "h100w500", "h200", "l4", "rtx4090", "generic"):
+    files = resources.files("autopar.sharding").joinpath("clusters").iterdir()
+    for name in (file.name.removesuffix(".json") for file in files if file.name.endswith(".json")):
         cluster = Cluster.of(name)
         figures = {"products": cluster.device.products, "attention": cluster.device.attention}
         figures |= {"memory": cluster.device.reached_bytes_per_s, "hidden": cluster.hidden < 1}

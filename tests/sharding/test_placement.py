@@ -81,7 +81,9 @@ def test_a_mesh_that_cannot_be_is_a_letter(shape, axes):
         DeviceMesh(shape, axes)
 
 
-@pytest.mark.parametrize("name", ["generic", "a100", "h100", "h200", "l4", "rtx4090"])
+@pytest.mark.parametrize(
+    "name", ["generic", "a100", "h100", "h200", "l4", "rtx4090", "gb300", "mi355x", "l40s", "h100pcie"]
+)
 def test_a_cluster_file_says_where_its_figures_are_from(name):
     cluster = Cluster.of(f"{name}-4x2")
     assert (cluster.devices_per_node, cluster.nodes, len(cluster.links)) == (4, 2, 2) and {
