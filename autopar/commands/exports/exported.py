@@ -84,7 +84,7 @@ class Exported:
 
     @property
     def dtype(self) -> str:
-        """The dtype of parameters, as far as the plan says it: of its products where they compute in their own."""
+        """The dtype of parameters where products compute in it, without a precision; else empty."""
         return "" if self.plan.precision else self.plan.workload.dtype
 
     @property
@@ -95,16 +95,22 @@ class Exported:
         return shapes[0][0] // parts if shapes and shapes[0] and shapes[0][0] % parts == 0 else 0
 
     def unsaid(self, is_sequence_told: bool = False) -> Iterator[Unsaid]:
-        """What no target can be told; `is_sequence_told` where one cuts positions between blocks' layers."""
+        """Decisions that no target takes; with `is_sequence_told`, one that cuts positions in blocks."""
         for axis in range(len(self.kinds)):
             yield from self._cuts_lost(axis, is_sequence_told)
         plan = self.plan
         if plan.kernels:
             yield Unsaid(f"kernels: {', '.join(plan.kernels)}", 0.0)
-        mixed = sorted(block for block, again in self.blocks.items() if again != self.is_regathered)
-        if mixed and self.degree("shard") > 1:
-            which = ", ".join(mixed) or "parameters outside of blocks"
-            yield Unsaid(f"{which}: gathered {'once' if self.is_regathered else 'again in backward'}", 0.0)
+        odd = [name for name in plan.parameters if self._is_stored_in_parts(name) and self._is_odd(name)]
+        if odd:
+            yield Unsaid(f"{len(odd)} parameters gathered otherwise than most of their block: as these there", 0.0)
+
+    def reshard_unsaid(self) -> Iterator[Unsaid]:
+        """Blocks that differ in when they are gathered, for targets with one setting for all."""
+        for block, is_again in self.blocks.items():
+            if is_again != self.is_regathered and self.degree("shard") > 1:
+                how = "again in backward" if is_again else "once"
+                yield Unsaid(f"{block or 'parameters outside of blocks'}: gathered {how}", 0.0)
 
     def chunks_unsaid(self) -> Iterator[Unsaid]:
         """The chunks of the loss head, for targets that have none."""
@@ -112,7 +118,7 @@ class Exported:
             yield Unsaid(f"the loss head in {self.plan.chunks} chunks of rows: logits are whole there", 0.0)
 
     def recompute_unsaid(self, remade: Remade) -> Iterator[Unsaid]:
-        """What modules that are run again do not say of the plan's recompute."""
+        """Parts of the plan's recompute that modules that run again do not say."""
         needed = self.plan.needed
         for names, what in (
             (remade.outside, "recompute of {} values outside of blocks: saved there"),
@@ -142,6 +148,13 @@ class Exported:
                 what = f"{folded(name)}: {cut} over {n} {where}"
                 seconds[what] = seconds.get(what, 0.0) + more
         yield from (Unsaid(what, (n - 1) * s) for what, s in seconds.items())
+
+    def _is_stored_in_parts(self, parameter: str) -> bool:
+        placements = self.plan.parameters[parameter].placements
+        return any(p.is_shard and kind == "shard" for p, kind in zip(placements, self.kinds, strict=True))
+
+    def _is_odd(self, parameter: str) -> bool:
+        return self.blocks[folded(innermost_block(parameter))] != (parameter in self.plan.regathered)
 
     def _is_told(self, module: str) -> bool:
         """Whether a module is cut by a style, or stands between layers that are: it is cut with them."""

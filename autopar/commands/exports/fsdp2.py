@@ -126,8 +126,8 @@ def _unsaid(told: Exported, again: Remade) -> Iterator[Unsaid]:
     yield from told.chunks_unsaid()
     yield from told.recompute_unsaid(again)
     if plan.microbatches > 1:
-        what = f"{plan.microbatches} micro-batches of a call: a loop of one's own there, with a backward for each, and"
-        yield Unsaid(f"{what} set_requires_gradient_sync(False) before all but the last", 0.0)
+        once = "" if plan.scattered else ", set_requires_gradient_sync(False) before all but the last"
+        yield Unsaid(f"{plan.microbatches} micro-batches of a call: a loop of one's own there{once}", 0.0)
     if plan.accumulation > 1:
         what = f"{plan.accumulation} calls for each step of the optimizer: a loop of one's own there"
         yield Unsaid(what, 0.0)

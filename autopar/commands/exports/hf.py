@@ -45,6 +45,7 @@ def _unsaid(told: Exported) -> Iterator[Unsaid]:
     plan = told.plan
     yield from told.unsaid()
     yield from told.chunks_unsaid()
+    yield from told.reshard_unsaid()
     yield from told.recompute_unsaid(Remade.in_blocks(plan))
     if told.degree("shard") > 1 and told.degree("replicate") > 1:
         what = f"whole parameters over {told.degree('replicate')}: Trainer's FSDP stores them in parts there, too"

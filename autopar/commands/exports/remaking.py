@@ -8,7 +8,7 @@ nothing behind it in the module reads. All else that stands there is cheap, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from autopar.graph.layers import folded, innermost_block
@@ -26,7 +26,7 @@ SavedResults = frozenset[tuple[str, int]]
 class Remade:
     """Modules that backward runs again, and what of the plan's recompute is not told by them."""
 
-    modules: dict[str, SavedResults]  # by the module's name
+    modules: dict[str, SavedResults]  # The name of each module, with the results that are saved in it.
     outside: tuple[str, ...]  # values that the plan recomputes outside of these modules
     more: tuple[str, ...]  # values that the plan saves, and that are made again when a module runs again
 
@@ -46,12 +46,12 @@ class Remade:
     def in_blocks(plan: Plan) -> Remade:
         """All of every block, if the plan recomputes in any: what others call full activation checkpointing."""
         blocks = _outermost({block for name in plan.parameters if (block := innermost_block(name))})
-        is_any = any(is_within(name, block) for block in blocks for name in plan.recomputed)
+        is_any = any(_is_in_one(name, blocks) for name in plan.recomputed)
         return Remade._of(plan, dict.fromkeys(blocks, frozenset()) if is_any else {})
 
     @staticmethod
     def _of(plan: Plan, modules: dict[str, SavedResults]) -> Remade:
-        outside = [name for name in sorted(plan.recomputed) if not any(is_within(name, module) for module in modules)]
+        outside = [name for name in sorted(plan.recomputed) if not _is_in_one(name, modules)]
         more = [name for module, saved in modules.items() for name in _made_too(plan, module, saved)]
         return Remade(modules, tuple(outside), tuple(more))
 
@@ -121,14 +121,21 @@ def _common(one: str, other: str) -> str:
 
 
 def _called(module: str, block: str, callers: set[str]) -> str:
-    """The innermost module around one that runs ops itself, at most the block: a ModuleList is never called."""
+    """The innermost module around one, within its block, that runs ops itself.
+
+    A ModuleList is never called, so that wrapping one would do nothing.
+    """
     while module != block and module not in callers:
         module = module.rpartition(".")[0]
     return module
 
 
+def _is_in_one(name: str, modules: Collection[str]) -> bool:
+    return any(is_within(name, module) for module in modules)
+
+
 def _outermost(modules: set[str]) -> list[str]:
-    return sorted(one for one in modules if not any(is_within(one, other) for other in modules))
+    return sorted(module for module in modules if not _is_in_one(module, modules))
 
 
 def _around(module: str) -> Iterator[str]:

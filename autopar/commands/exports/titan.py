@@ -17,7 +17,7 @@ _REDUCED = "float32"
 
 _HEAD = '''"""Written by `autopar export --to torchtitan`, for torchtitan 0.3: a plan for {devices} devices.
 
-    torchrun --nproc-per-node=gpu -m torchtitan.train --module {module} --config planned
+    torchrun --nproc-per-node=gpu -m torchtitan.train --module titan_plan --config planned
 
 in the folder of this file, on each node as torchrun needs it; {devices} processes in all. The plan says how {model} is
 parallel. The model of torchtitan itself, its data, optimizer and number of steps are those of `base`: import the one
@@ -41,7 +41,6 @@ def torchtitan(told: Exported) -> Written:
     ]
     head = _HEAD.format(
         devices=told.plan.mesh.size,
-        module="titan_plan",
         model=told.plan.workload.model or "a model",
         imports="\n".join(imports),
     )
@@ -51,7 +50,7 @@ def torchtitan(told: Exported) -> Written:
         "def planned() -> Trainer.Config:",
         "    config = base()",
         *(
-            f"    config.{section}.{name} = {value!r}"
+            f"    config.{section}.{name} = {_python(value)}"
             for section, fields in settings.items()
             for name, value in fields.items()
         ),
@@ -128,6 +127,7 @@ def _unsaid(told: Exported) -> Iterator[Unsaid]:
     plan = told.plan
     named = plan.workload.model or "a model"
     yield Unsaid(f"the model: {named}, of {sum(plan.parameter_bytes.values()):,} bytes of parameters", 0.0)
+    yield from told.reshard_unsaid()
     if _policy(plan) == "FullAC":
         yield from told.recompute_unsaid(Remade.in_blocks(plan))
     elif _policy(plan):
