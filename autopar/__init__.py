@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # Type checkers and editors read these; a program gets a name
     from autopar.letters import NotCaptured as NotCaptured
     from autopar.letters import NotServed as NotServed
     from autopar.module.gathered import gather as gather
+    from autopar.module.loading import load as load
+    from autopar.module.saving import save as save
+    from autopar.module.step_log import log as log
     from autopar.module.watch import watch as watch
     from autopar.ops.declare import rule as rule
     from autopar.sharding.cluster import Cluster as Cluster
@@ -51,6 +54,7 @@ _HOME = {  # public name -> the module that holds it
     "plan": "autopar.api",
     "gather": "autopar.module.gathered",
     "watch": "autopar.module.watch",
+    "log": "autopar.module.step_log",
     "save": "autopar.module.saving",
     "load": "autopar.module.loading",
     "Plan": "autopar.api",

@@ -19,6 +19,7 @@ from autopar.sharding.placement import Placement
 from autopar.solver.decision import Decision, Regathered
 from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
+from autopar.solver.workload import Rates, Workload
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan
@@ -124,10 +125,16 @@ def speed_of(plan: Plan) -> str:
     said = f"{time(rates.step_s)} a step"
     if sum(plan.sources.values()):
         said += f" ({between(*plan.step_interval_s)} in nine of ten)"
+    passes = passes_in_words(work, rates, plan.mesh.size)
+    return f"{said}, {passes}" if passes else said
+
+
+def passes_in_words(work: Workload, rates: Rates, devices: int) -> str:
+    """Tokens or rows a second and a device, and MFU; "" where the work is not known."""
     if not work.rows or not rates.step_s:
-        return said
-    each = rates.tokens_per_s_device if work.tokens else rates.rows_per_s / plan.mesh.size
-    said += f", {each:,.{0 if each >= 100 else 1}f} {'tokens' if work.tokens else 'rows'}/s a device"
+        return ""
+    each = rates.tokens_per_s_device if work.tokens else rates.rows_per_s / devices
+    said = f"{each:,.{0 if each >= 100 else 1}f} {'tokens' if work.tokens else 'rows'}/s a device"
     return f"{said}, MFU {rates.mfu:.1%}" if work.flops else said
 
 
