@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # Type checkers and editors read these; a program gets a name
     from autopar.api import autoparallelize as autoparallelize
     from autopar.api import plan as plan
     from autopar.graph.graph import Assume as Assume
+    from autopar.integrations.pretrained import from_pretrained as from_pretrained
     from autopar.letters import AutoparError as AutoparError
     from autopar.letters import Infeasible as Infeasible
     from autopar.letters import Letter as Letter
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 _HOME = {  # public name -> the module that holds it
     "autoparallelize": "autopar.api",
     "plan": "autopar.api",
+    "from_pretrained": "autopar.integrations.pretrained",
     "gather": "autopar.module.gathered",
     "watch": "autopar.module.watch",
     "log": "autopar.module.step_log",

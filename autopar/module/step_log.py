@@ -39,7 +39,7 @@ _FOLDER = "autopar"  # under which a writer shows the figures
 
 
 class Expected(NamedTuple):
-    """What a plan expects of a step: seconds, the interval of nine steps in ten, and the peak of a device."""
+    """Seconds of a step by its plan, the interval of nine steps in ten, and the peak of a device."""
 
     step_s: float
     interval_s: tuple[float, float]
@@ -48,11 +48,11 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What the steps since the last line reached. Printed, it is a line."""
+    """Figures of the steps since the line before. Printed, they are a line."""
 
     step: int
-    values: Mapping[str, float]  # as `step` was given them
-    work: Workload  # of the step whose rates these are
+    values: Mapping[str, float]  # numbers that `step` was given
+    work: Workload  # work of the step whose rates these are
     devices: int
     rates: Rates  # seconds and rates of the median step; zero before a step has both its ends
     peak_bytes: int | None  # the most bytes that torch had allocated on rank 0's GPU; None without one
@@ -139,7 +139,7 @@ class StepLog:
         self.model = model
         self.every = every
         self.steps = start
-        self.last: Reached | None = None  # what the last line says
+        self.last: Reached | None = None  # the last line
         self._write = write
         self._moments = _Moments.on(model._own.setup.device)
         self._calls: list[Plan] = []  # plans of the calls since the last step
@@ -171,7 +171,7 @@ class StepLog:
         if self.steps % self.every:
             return None
         given = values if loss is None else {"loss": loss, **values}
-        read = {name: _number(name, value) for name, value in given.items()}  # on all ranks: a tensor may be cut
+        read = {name: _number(name, value) for name, value in given.items()}  # On all ranks: a tensor may be cut.
         before = self.last
         self.last = self._reached(read)
         if dist.get_rank() == 0:
@@ -183,7 +183,7 @@ class StepLog:
         return self.last
 
     def _reached(self, values: Mapping[str, float]) -> Reached:
-        """What the step of median seconds reached."""
+        """The figures of the step of median seconds."""
         plan = self.model.plan
         device = self.model._own.setup.device
         steps = sorted(zip(self._moments.take(), self._steps, strict=True), key=lambda step: step[0])
@@ -257,7 +257,7 @@ Write = Callable[[Reached], Any]
 
 
 def _write_to(writer: Any) -> Write | None:
-    """How a writer is given figures: TensorBoard's by `add_scalar`, a run of W&B by `log`."""
+    """A function that gives a writer the figures: a SummaryWriter by `add_scalar`, a run of W&B by `log`."""
     if writer is None:
         return None
     if callable(getattr(writer, "add_scalar", None)):
@@ -279,7 +279,7 @@ def _to_tensorboard(writer: Any, reached: Reached) -> None:
 
 
 def log(model: nn.Module, every: int = 10, *, start: int = 0, writer: Any = None) -> StepLog:
-    """Say a line every so many optimizer steps, on rank 0: what a loop reaches beside what the plan expects.
+    """Say on rank 0, every so many optimizer steps, what a loop reaches beside what its plan expects.
 
     The loop calls `step(loss=loss)` of what this returns after each optimizer step, on all ranks. A line has the loss,
     the seconds of a step beside those expected, tokens a second and a device, MFU, and on a GPU the peak of memory.
