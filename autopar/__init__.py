@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # Type checkers and editors read these; a program gets a name
     from autopar import tracer as tracer
     from autopar.api import autoparallelize as autoparallelize
     from autopar.api import plan as plan
+    from autopar.commands.distributing import distributed_config as distributed_config
     from autopar.graph.graph import Assume as Assume
     from autopar.integrations.pretrained import from_pretrained as from_pretrained
     from autopar.letters import AutoparError as AutoparError
@@ -54,6 +55,7 @@ _HOME = {  # public name -> the module that holds it
     "autoparallelize": "autopar.api",
     "plan": "autopar.api",
     "from_pretrained": "autopar.integrations.pretrained",
+    "distributed_config": "autopar.commands.distributing",
     "gather": "autopar.module.gathered",
     "watch": "autopar.module.watch",
     "log": "autopar.module.step_log",

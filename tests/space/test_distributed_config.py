@@ -16,7 +16,7 @@ from autopar.space.distributed_config import as_preset
 from autopar.testing import on_threads
 from tests.models import eager_links
 
-SIZES = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=64)
+SIZES = dict(num_hidden_layers=1, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=64)
 
 
 def llama():
@@ -41,7 +41,7 @@ def stored(plan):
 def test_a_models_own_tensor_plan_is_kept_to():
     plan = planned(DistributedConfig(tp_size=2, fsdp_size=2), mesh={"dp": 2, "tp": 2})
     lies = stored(plan)
-    for layer in range(2):
+    for layer in range(1):
         for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"):  # colwise in transformers' Llama
             assert lies[f"model.layers.{layer}.{name}.weight"] == "S(1)@dp, S(0)@tp"
         for name in ("self_attn.o_proj", "mlp.down_proj"):  # rowwise
