@@ -19,6 +19,7 @@ from autopar.sharding.placement import Placement
 from autopar.solver.decision import Decision, Regathered
 from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
+from autopar.solver.workload import Rates
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan
@@ -120,13 +121,20 @@ def _what(plan: Plan) -> Iterator[_Row]:
 
 def speed_of(plan: Plan) -> str:
     """The expected seconds of a step, the interval of measured ones, and what the devices reach."""
-    rates, work = plan.rates, plan.workload
+    rates = plan.rates
     said = f"{time(rates.step_s)} a step"
     if sum(plan.sources.values()):
         said += f" ({between(*plan.step_interval_s)} in nine of ten)"
+    passes = passes_in_words(rates)
+    return f"{said}, {passes}" if passes else said
+
+
+def passes_in_words(rates: Rates) -> str:
+    """Tokens or rows a second and a device, and MFU; "" where the work is not known."""
+    work = rates.workload
     if not work.rows or not rates.step_s:
-        return said
-    said += f", {rates.per_s_device:,.{0 if rates.per_s_device >= 100 else 1}f} {rates.unit}/s a device"
+        return ""
+    said = f"{rates.per_s_device:,.{0 if rates.per_s_device >= 100 else 1}f} {rates.unit}/s a device"
     return f"{said}, MFU {rates.mfu:.1%}" if work.flops else said
 
 
