@@ -31,6 +31,7 @@ WIDTH = 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # names of products, where no op surely uses a weight
+_KEPT = ("plan", "against")  # rows that give up lines last
 _MORE = "plan.table(), plan.explain(name), plan.report(path)"
 
 
@@ -72,7 +73,7 @@ def summary_of(plan: Plan) -> str:
         able = [k for k, row in enumerate(rows) if room[k] > row.least]
         if not able:
             break
-        room[max(able, key=lambda k: (rows[k].label != "plan", room[k], k))] -= 1
+        room[max(able, key=lambda k: (rows[k].label not in _KEPT, room[k], k))] -= 1
     lines = [line for row, most in zip(rows, room, strict=True) for line in row.lines(most)]
     return "\n".join([*lines, f"{'more':<{_LABEL}}{_MORE}"])
 

@@ -11,7 +11,7 @@ from autopar import Cluster, DeviceMesh
 from autopar.sharding.certainty import PEAK, REACHED, source_of_links
 from autopar.sharding.cost_model import CostModel
 from autopar.sharding.costs import collective_seconds
-from tests.sharding.test_cost_model import product
+from tests.sharding.world import product
 
 FILES = sorted(
     f.name[:-5] for f in resources.files("autopar.sharding").joinpath("clusters").iterdir() if f.name.endswith(".json")

@@ -14,14 +14,9 @@ import pytest
 
 from autopar import Cluster, DeviceMesh
 from autopar.sharding.cluster import Timed
-from autopar.sharding.cost_model import CostModel, Heads, Kernel, Matrices
+from autopar.sharding.cost_model import CostModel, Heads, Kernel
 from autopar.sharding.costs import collective_seconds
-
-
-def product(m, n, k, dtype="bfloat16"):
-    one, moved = np.ones(1), np.array([2.0 * (m * k + n * k + m * n)])
-    sizes = Matrices(one, m * one, n * one, k * one)
-    return Kernel(("mm",), dtype, np.array([2.0 * m * n * k]), moved, moved, is_product=True, matrices=sizes)
+from tests.sharding.world import product
 
 
 @pytest.mark.parametrize("n, published", [(512, 103), (1024, 243), (2048, 515), (4096, 614), (8192, 722)])
