@@ -66,7 +66,7 @@ def _chart(plan: Plan, memory: dict[str, Any]) -> Iterator[str]:
         f'{"".join(areas)}{"".join(lines)}<text x="0" y="{_y(0) + 14:.0f}">forward</text></svg>'
     )
     key = "".join(_key(plan, memory["colors"]))
-    yield f'<div style="{_QUIET};display:flex;flex-wrap:wrap;gap:2px 14px">{key}</div>'
+    yield f'<div style="font-size:12px;display:flex;flex-wrap:wrap;gap:2px 14px">{key}</div>'
 
 
 def _key(plan: Plan, colors: dict[str, str]) -> Iterator[str]:

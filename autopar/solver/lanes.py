@@ -31,7 +31,8 @@ class Event(NamedTuple):
     part: str  # FORWARD, BACKWARD, RECOMPUTE or OPTIMIZER
     begins_s: float
     seconds: float
-    hidden_s: float | None = None  # of communication in a window: the seconds that compute hides, which come first
+    # The first seconds of communication in a window, which compute hides; None for all other events.
+    hidden_s: float | None = None
 
 
 def events_of(space: Space, point: Point) -> list[Event]:

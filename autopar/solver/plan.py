@@ -261,7 +261,7 @@ class Plan:
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """The times of a step by name, and the bytes that a device holds at each, by kind.
 
-        Of a plan that was read from a file, the fullest time of each of some 200 spans of the step.
+        Of a plan that was read from a file, the fullest time of each of some 150 spans of the step.
         """
         is_in_file = not self.has_space and bool(self.record.times)
         return self.record.line() if is_in_file else self._searched("line").line()

@@ -30,7 +30,7 @@ class Record:
     places: tuple[str, ...] = ()
     # Events: a number of a place, lane, part, and the seconds at which it begins and that it takes.
     events: tuple[tuple[int, str, str, float, float], ...] = ()
-    # Of events of communication that may overlap with compute, by their numbers: the seconds that it hides.
+    # Seconds that compute hides, by the numbers of the events of communication that may overlap with it.
     hidden: tuple[tuple[int, float], ...] = ()
     told: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # rivals by name, with `*` for the layer
     # Presets on the same mesh: name, seconds, bytes, whether it fits, and the reason why there is no such plan.
@@ -98,7 +98,7 @@ def _in_blocks(events: Sequence[Event], pause: float) -> Iterator[Event]:
 
 
 def _kind(event: Event) -> tuple[str, str, bool]:
-    """What events of a block have in common that are written as one."""
+    """The key that events of a block share which are written as one."""
     return event.place, event.part, event.hidden_s is None
 
 

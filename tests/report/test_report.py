@@ -203,7 +203,7 @@ def test_a_plan_that_was_read_has_a_page_too(plan, tmp_path, capsys):
     assert main(["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "plan.html")]) == 0
     data = json.loads(Page((tmp_path / "plan.html").read_text()).text)
     whole = [sum(kinds) for kinds in zip(*data["line"]["held"].values(), strict=True)]
-    assert len(whole) <= 200 and data["line"]["times"][whole.index(max(whole))] == plan.peak_at
+    assert len(whole) <= 150 and data["line"]["times"][whole.index(max(whole))] == plan.peak_at
     assert max(whole) == pytest.approx(plan.peak_bytes, abs=len(data["line"]["held"]))
     events = data["step"]["events"]
     assert max(begins + lasts for *_, begins, lasts in events) == pytest.approx(plan.step_time_s, rel=1e-4)
