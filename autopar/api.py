@@ -35,7 +35,7 @@ from autopar.module.reads import Reads
 from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
 from autopar.progress import shown, tell
-from autopar.report import write_report
+from autopar.report import html_of, write_report
 from autopar.request import Request
 from autopar.runtime.faults import limit, tell_launcher
 from autopar.runtime.world import (
@@ -372,6 +372,7 @@ def _check_graph(
 
 Plan.check_graph = _check_graph
 Plan.write_report = write_report
+Plan.write_html = html_of
 
 
 def _in_words(value: Any) -> str:

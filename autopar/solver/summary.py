@@ -101,17 +101,25 @@ def batch_of(plan: Plan) -> str:
     return said + (f" a call, {plan.accumulation} calls a step" if plan.accumulation > 1 else "")
 
 
+def compute_of(plan: Plan) -> list[str]:
+    """The dtype of compute, the optimizer, and whether code is compiled, where these are known."""
+    optimizer = plan.optimizer if isinstance(plan.optimizer, str) else f"{plan.optimizer:g} bytes of states a parameter"
+    made = [f"{plan.precision[0]} compute" if plan.precision else plan.workload.dtype, optimizer]
+    return [*filter(None, made), *(["torch.compile"] if plan.compiled else [])]
+
+
+def cluster_of(plan: Plan) -> str:
+    """The cluster by the name of its data."""
+    return f"cluster {plan.cluster.partition(' ')[0]}"
+
+
 def _what(plan: Plan) -> Iterator[_Row]:
     """Rows about the model, the devices, and what the plan does."""
     work = plan.workload
-    optimizer = plan.optimizer if isinstance(plan.optimizer, str) else f"{plan.optimizer:g} bytes of states a parameter"
-    made = [f"{plan.precision[0]} compute" if plan.precision else work.dtype, optimizer]
-    made += ["torch.compile"] if plan.compiled else []
     if work.model:
-        yield _Row("model", [f"{work.model}, {count(work.parameters)} parameters", batch_of(plan), *made])
-    name = plan.cluster.partition(" ")[0]
-    apart = "" if work.model else f", {', '.join(filter(None, made))}"
-    yield _Row("devices", [f"{plan.mesh.size} x {_device(plan)} (cluster {name}), mesh {plan.mesh}{apart}"])
+        yield _Row("model", [f"{work.model}, {count(work.parameters)} parameters", batch_of(plan), *compute_of(plan)])
+    apart = "" if work.model else f", {', '.join(compute_of(plan))}"
+    yield _Row("devices", [f"{plan.mesh.size} x {_device(plan)} ({cluster_of(plan)}), mesh {plan.mesh}{apart}"])
     yield _Row("plan", parts_of_verdict(plan), 4, "; ")
     if plan.recomputed:
         passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
