@@ -55,9 +55,8 @@ def _speed(plan: Plan) -> Iterator[Tile]:
     yield Tile("expected step", time(plan.expected_s), note)
     if not work.rows or not rates.step_s:
         return
-    unit, whole = ("tokens", rates.tokens_per_s) if work.tokens else ("rows", rates.rows_per_s)
-    each = whole / plan.mesh.size
-    yield Tile(f"{unit}/s a device", f"{each:,.{0 if each >= 100 else 1}f}", f"{count(whole)} {unit}/s in all")
+    each = f"{rates.per_s_device:,.{0 if rates.per_s_device >= 100 else 1}f}"
+    yield Tile(f"{rates.unit}/s a device", each, f"{count(rates.per_s)} {rates.unit}/s in all")
     if work.flops and work.peak_flops_per_s:
         yield Tile("MFU", f"{rates.mfu:.1%}", f"of {_flops(work.peak_flops_per_s)} in {work.dtype}")
 
