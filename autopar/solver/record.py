@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from autopar.graph.layers import folded, innermost_block
 from autopar.solver.lanes import Event
 from autopar.solver.limits import LIMITS
@@ -61,7 +63,7 @@ def record_of(plan: Plan) -> Record:
     known = plan.search.known_beside or ()
     return Record(
         tuple(times[t] for t in kept),
-        {kind: tuple(map(nbytes.__getitem__, kept)) for kind, nbytes in held.items()},
+        {kind: tuple(np.array(nbytes, float)[kept].tolist()) for kind, nbytes in held.items()},
         tuple(places),
         tuple((number[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)) for e in events),
         tuple((k, _short(event.hidden_s)) for k, event in enumerate(events) if event.hidden_s is not None),
