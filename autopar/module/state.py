@@ -35,6 +35,12 @@ _ONE_BATCH = """the same batch on every rank, drawn with the same seed; or input
 rows of its own, as under DistributedDataParallel (model.sampler(dataset) gives them)"""
 
 
+def _drawn_into(drawn: list[int]) -> int:
+    """Draw a seed from torch's generator, and note it."""
+    drawn.append(int(torch.randint(0, 2**62, ())))
+    return drawn[-1]
+
+
 class Replan(Protocol):
     """Traces the model on a call, and plans that like its first plan: on rank 0 for all ranks."""
 
@@ -160,8 +166,10 @@ class ModelState:
         """Bind a lowered program to this rank and keep it, after checking that all ranks have the same."""
         all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.collectives))
         if lowered.program.is_random and self.random.seed < 0:
-            drawn = int(torch.randint(0, 2**62, ()))  # All ranks draw, so that a script's next draws stay alike.
-            self.random.seed = from_rank_0(lambda: drawn)
+            mine: list[int] = []
+            self.random.seed = from_rank_0(lambda: _drawn_into(mine))
+            if not mine:  # All ranks draw, so that a script's next draws stay alike; ranks of one process after rank 0.
+                _drawn_into(mine)
         runner = runner_of(lowered, self.setup, self.waiting)
         places = self.caller.places(lowered.graph)
         made = SituatedProgram(situation, grad, lowered, runner, places, sight, self.made)

@@ -22,7 +22,7 @@ from autopar.solver.joint_search import JointSearch
 from autopar.solver.lined import Lined
 from autopar.solver.polish import spliced
 from autopar.solver.recompute import recompute
-from autopar.solver.searches import Task
+from autopar.solver.searches import Findings, Task
 from autopar.solver.standing_bytes import least_standing
 from autopar.space import timeline
 from autopar.space.setting import Setting
@@ -103,8 +103,8 @@ def test_a_plan_of_exactly_the_budget_is_spliced_with_faster_ones():
 
 def test_a_policys_plan_of_exactly_the_budget_is_the_one():
     task = Task(Budgeted(language_space(1)), math.inf, "cbc", None, 0.0, math.inf, recomputes=True)
-    fastest = recompute(task, "full", lambda: pytest.fail("another sharding is looked for")).best
-    again = recompute(replace(task, budget=fastest.peak), "full", lambda: pytest.fail("this one fits")).best
+    fastest = recompute(task, "full", Findings).best
+    again = recompute(replace(task, budget=fastest.peak), "full", Findings).best
     assert (again.picked, again.peak) == (fastest.picked, fastest.peak)
 
 
