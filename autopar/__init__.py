@@ -26,7 +26,9 @@ if TYPE_CHECKING:  # Type checkers and editors read these; a program gets a name
     from autopar import tracer as tracer
     from autopar.api import autoparallelize as autoparallelize
     from autopar.api import plan as plan
+    from autopar.commands.distributing import distributed_config as distributed_config
     from autopar.graph.graph import Assume as Assume
+    from autopar.integrations.pretrained import from_pretrained as from_pretrained
     from autopar.letters import AutoparError as AutoparError
     from autopar.letters import Infeasible as Infeasible
     from autopar.letters import Letter as Letter
@@ -34,6 +36,9 @@ if TYPE_CHECKING:  # Type checkers and editors read these; a program gets a name
     from autopar.letters import NotCaptured as NotCaptured
     from autopar.letters import NotServed as NotServed
     from autopar.module.gathered import gather as gather
+    from autopar.module.loading import load as load
+    from autopar.module.saving import save as save
+    from autopar.module.step_log import log as log
     from autopar.module.watch import watch as watch
     from autopar.ops.declare import rule as rule
     from autopar.sharding.cluster import Cluster as Cluster
@@ -49,8 +54,11 @@ __version__ = "0.1.0"
 _HOME = {  # public name -> the module that holds it
     "autoparallelize": "autopar.api",
     "plan": "autopar.api",
+    "from_pretrained": "autopar.integrations.pretrained",
+    "distributed_config": "autopar.commands.distributing",
     "gather": "autopar.module.gathered",
     "watch": "autopar.module.watch",
+    "log": "autopar.module.step_log",
     "save": "autopar.module.saving",
     "load": "autopar.module.loading",
     "Plan": "autopar.api",

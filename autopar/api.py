@@ -35,7 +35,7 @@ from autopar.module.reads import Reads
 from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
 from autopar.progress import shown, tell
-from autopar.report import write_report
+from autopar.report import html_of, write_report
 from autopar.request import Request
 from autopar.runtime.faults import limit, tell_launcher
 from autopar.runtime.world import (
@@ -51,6 +51,7 @@ from autopar.search import plan_again, plan_of
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
+from autopar.space.distributed_config import as_preset
 from autopar.tracer import Assume
 from autopar.tracer.precision import Precision
 
@@ -96,7 +97,8 @@ def plan(
         precision: A Precision, or the dtype of compute, such as "bf16". None: the model's own dtypes.
         recompute: "auto", as little as the budget asks for; or a policy, by name or as a function.
         loss: `loss(outputs, inputs)`, planned with the model.
-        parallel: A preset that the plan keeps to, such as "zero3", or a dictionary of its parts `data` and `tensor`.
+        parallel: A preset that the plan keeps to, such as "zero3", or a dictionary of its parts `data` and `tensor`, or
+            transformers' DistributedConfig.
         constraints: Shardings of what is pinned, by names and patterns.
         assume: What the model may take for granted about values.
         strict: Whether an op without a rule is an error.
@@ -123,7 +125,7 @@ def plan(
         precision=precision,
         recompute=recompute,
         loss=loss,
-        parallel=parallel,
+        parallel=as_preset(parallel, model),
         constraints=constraints,
         assume=assume,
         strict=strict,
@@ -311,7 +313,7 @@ def _read(
     device = start_world(start_timeout_s)
     if plan is None:
         asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
-        request = Request(**asked)
+        request = Request(**{**asked, "parallel": as_preset(planning.get("parallel"), model)})
         if request.mesh is not None:
             DeviceMesh.of(request.mesh).check_world(world_size())  # before a search that would take a while
     else:
@@ -370,6 +372,7 @@ def _check_graph(
 
 Plan.check_graph = _check_graph
 Plan.write_report = write_report
+Plan.write_html = html_of
 
 
 def _in_words(value: Any) -> str:

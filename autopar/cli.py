@@ -123,8 +123,11 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("other", help="another")
     export = command("export", "write a plan for another system, and list what that cannot be told")
     export.add_argument("plan", help="a plan that was saved")
-    export.add_argument("--to", required=True, choices=("fsdp2", "hf", "torchtitan"), help="the system")
-    export.add_argument("-o", "--out", default="", help="where it goes: fsdp2.py, tp_plan.json or titan.toml")
+    export.add_argument(
+        "--to", required=True, choices=("fsdp2", "hf", "torchtitan", "torchtitan-toml"), help="the system"
+    )
+    where = "where it goes: fsdp2.py, tp_plan.json, titan_plan.py or titan.toml"
+    export.add_argument("-o", "--out", default="", help=where)
     _of_verify(command("verify", "run a plan's program on local ranks, and hold it against one device"))
     _of_run(command("run", "start a script on ranks, by torchrun"))
     _of_check(command("check", "say what this machine has, or what a step of a model holds on a mesh, and if it fits"))

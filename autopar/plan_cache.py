@@ -33,7 +33,6 @@ from autopar.solver.plan import Plan
 log = logging.getLogger("autopar")
 VARIABLE = "AUTOPAR_CACHE"
 _TOLD_OTHERWISE = ("loss", "cluster")  # The graph and the hardware, which are in the key, tell of these.
-_DIGITS = 16  # hexadecimal digits of a key, and of the digest of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +124,4 @@ def _in_words(request: Request) -> Mapping[str, str]:
 
 
 def _digest(content: str | bytes) -> str:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:_DIGITS]
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]

@@ -39,11 +39,21 @@ def detail(message: str, *args: Any) -> None:
 
 def tell(message: str, *args: Any) -> None:
     """Say a line of progress, on rank 0 alone."""
+    _say(message, args, _SHOWN.get() and _is_in_a_job())
+
+
+def answer(message: str, *args: Any) -> None:
+    """Say a line that the user has asked for, on rank 0 alone: also where nobody has configured logging."""
+    _say(message, args, True)
+
+
+def _say(message: str, args: tuple[Any, ...], is_printed: bool) -> None:
+    """Give a line to the logger, or print it where logging is not configured."""
     if dist.is_initialized() and dist.get_rank():
         return
     if log.hasHandlers():
         log.info(message, *args)
-    elif log.isEnabledFor(logging.INFO) or (_SHOWN.get() and _is_in_a_job() and not _is_silenced()):
+    elif log.isEnabledFor(logging.INFO) or (is_printed and not _is_silenced()):
         print(f"autopar: {message % args}", file=sys.stderr, flush=True)
 
 

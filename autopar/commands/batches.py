@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import autopar
 from autopar.arguments import device_count
 from autopar.commands.models import Named, NoModel
-from autopar.commands.rates import Rates, Work, rates_of
 from autopar.letters import Infeasible
 from autopar.limits import LIMITS
 from autopar.needs import Needs
@@ -18,6 +17,7 @@ from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import aligned, size, time
 from autopar.solver.plan import Plan
+from autopar.solver.workload import Rates
 
 log = logging.getLogger("autopar")
 
@@ -50,7 +50,7 @@ def best_batch(named: Named, given: Mapping[str, Any]) -> tuple[list[Tried], Pla
         raise search.letter
     log.info("most pass with a batch of %d: it is planned again to the end", best.rows)
     plan = autopar.plan(search.model, search.inputs(best.rows), **given)
-    tried = {**search.tried, best.rows: Tried(best.rows, plan, rates_of(plan, search.work(best.rows)))}
+    tried = {**search.tried, best.rows: Tried(best.rows, plan, plan.rates)}
     return [tried[rows] for rows in sorted(tried)], plan
 
 
@@ -70,7 +70,7 @@ def _cells(tried: Tried, is_best: bool) -> tuple[str, ...]:
         str(plan.microbatches),
         share,
         size(plan.peak_bytes),
-        time(tried.rates.expected_s),
+        time(tried.rates.step_s),
         f"{tried.rates.per_s:,.0f}",
     )
     return str(tried.rows), *cells, "taken" if is_best else ""
@@ -95,9 +95,6 @@ class _Search:
 
     def inputs(self, rows: int) -> Any:
         return self.named.with_batch(rows).batch_of(self.model)
-
-    def work(self, rows: int) -> Work:
-        return Work.of(self.inputs(rows))
 
     @property
     def best(self) -> Tried:
@@ -147,7 +144,7 @@ class _Search:
                 self.letter = e
                 self.tried[rows] = Tried(rows)
             else:
-                self.tried[rows] = Tried(rows, plan, rates_of(plan, self.work(rows)))
+                self.tried[rows] = Tried(rows, plan, plan.rates)
                 self.given["mesh"] = plan.mesh  # Of several meshes the first batch decides, until it is planned again.
                 log.info("%d rows: %.0f a second", rows, self.tried[rows].per_s)
         return self.tried[rows]

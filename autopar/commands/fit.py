@@ -11,10 +11,11 @@ from autopar.commands.fitting import Fitting, Held
 from autopar.commands.goals import Goal
 from autopar.commands.models import Named, count_of
 from autopar.commands.planning import number_or_name
-from autopar.commands.rates import Work, rates_of
 from autopar.request import Request
 from autopar.solver.figures import aligned, time
 from autopar.solver.plan import Plan
+from autopar.solver.workload import Rates
+from autopar.workload import workload_of
 
 _GIB = 2**30
 
@@ -33,15 +34,15 @@ def fit(asked: argparse.Namespace) -> int:
         compile=asked.compile,
     )
     fitting = Fitting(request, request.trace(model, inputs))
-    work = Work.of(inputs)
+    work = Rates(workload_of(fitting.graph, request), 1, 0.0)
     rows = [fitting.fewest(kind) for kind in kinds]
     if goal is not None:
-        rows = [goal.met(fitting, held, work) for held in rows]
+        rows = [goal.met(fitting, held) for held in rows]
     if asked.json:
-        print(json.dumps([_data(held, work, goal) for held in rows], indent=2))
+        print(json.dumps([_data(held, goal) for held in rows], indent=2))
         return 0
-    print(f"{asked.model}: {count_of(model)}, {work.count * asked.accumulation:,} {work.unit} a step\n")
-    print("\n".join(_text(rows, work, goal)))
+    print(f"{asked.model}: {count_of(model)}, {work.amount:,} {work.unit} a step\n")
+    print("\n".join(_text(rows, work.unit, goal)))
     example = next((held.plan for held in rows if held.plan is not None), None)
     if example is not None:
         print(f"\n{_command(asked, example)}\n    plans the first of these again, and closer to the fastest")
@@ -58,13 +59,13 @@ _SAID = (
 )
 
 
-def _text(rows: list[Held], work: Work, goal: Goal | None) -> list[str]:
+def _text(rows: list[Held], unit: str, goal: Goal | None) -> list[str]:
     """Two tables: what devices do, and what they hold."""
-    head = ["cluster", "devices", "mesh", "micro-batches", "recompute", "step", f"{work.unit}/s", "a device"]
+    head = ["cluster", "devices", "mesh", "micro-batches", "recompute", "step", f"{unit}/s", "a device"]
     if goal is not None:
         head += ["days", *(["cost"] if goal.price is not None else [])]
     kinds = ["parameters", "gradients", "optimizer states", "saved activations"]
-    said = aligned(tuple(head), (_does(held, work, goal) for held in rows))
+    said = aligned(tuple(head), (_does(held, goal) for held in rows))
     held_head = ("GiB a device", "devices", *kinds, "others", "of", "peak")
     fitting = [held for held in rows if held.plan is not None]
     return [*said, "", *aligned(held_head, (_holds(held, held.plan, kinds) for held in fitting if held.plan))]
@@ -82,16 +83,16 @@ def _late(held: Held) -> str:
     return f"{held.kind.name}: no number of devices that shares the rows is in time; a larger batch shares among more"
 
 
-def _does(held: Held, work: Work, goal: Goal | None) -> tuple[str, ...]:
+def _does(held: Held, goal: Goal | None) -> tuple[str, ...]:
     plan = held.plan
     columns = 6 + (goal is not None) + (goal is not None and goal.price is not None)
     if plan is None:
         return (held.kind.name, "none", *[""] * columns)
-    rates = rates_of(plan, work)
+    rates = plan.rates
     share = f"{plan.recompute_s / plan.step_time_s:.1%}" if plan.recomputed else "none"
     turns = str(plan.microbatches)
     shape = "x".join(map(str, plan.mesh.shape))
-    cells = [plan.cluster.partition(" ")[0], str(rates.devices), shape, turns, share, time(rates.expected_s)]
+    cells = [plan.cluster.partition(" ")[0], str(rates.devices), shape, turns, share, time(rates.step_s)]
     cells += [f"{rates.per_s:,.0f}", f"{rates.per_s_device:,.0f}"]
     if goal is not None:
         cells.append(f"{goal.days_of(rates):,.1f}")
@@ -117,7 +118,7 @@ def _command(asked: argparse.Namespace, plan: Plan) -> str:
     return " ".join([*said, *(["--compile"] if asked.compile else [])])
 
 
-def _data(held: Held, work: Work, goal: Goal | None) -> dict[str, Any]:
+def _data(held: Held, goal: Goal | None) -> dict[str, Any]:
     """A row as JSON."""
     plan = held.plan
     found: dict[str, Any] = {
@@ -128,7 +129,7 @@ def _data(held: Held, work: Work, goal: Goal | None) -> dict[str, Any]:
     }
     if plan is None:
         return {**found, "devices": None}
-    rates = rates_of(plan, work)
+    rates = plan.rates
     days = {} if goal is None else {"days": goal.days_of(rates), "cost": goal.cost_of(rates)}
     return {
         **found,
@@ -139,9 +140,9 @@ def _data(held: Held, work: Work, goal: Goal | None) -> dict[str, Any]:
         "chunks": plan.chunks,
         "recomputed": len(plan.recomputed),
         "recompute_s": plan.recompute_s,
-        "expected_s": rates.expected_s,
+        "expected_s": rates.step_s,
         "interval_s": list(plan.step_interval_s),
-        "unit": work.unit,
+        "unit": rates.unit,
         "per_s": rates.per_s,
         "per_s_device": rates.per_s_device,
         "memory": dict(plan.memory),

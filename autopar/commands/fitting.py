@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from autopar.commands.rates import waiting_s
 from autopar.graph.graph import Graph, rows_of_batch
 from autopar.letters import Infeasible, NotServed
 from autopar.limits import LIMITS
@@ -26,6 +25,7 @@ from autopar.solver.figures import size
 from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.plan import Plan
 from autopar.turns import FEW, head_of, in_chunks, numbers_of_chunks
+from autopar.workload import workload_of
 
 log = logging.getLogger("autopar")
 
@@ -85,7 +85,7 @@ class Fitting:
         turns, is_roomy = self._turns(kind, devices, request.budget)
         *fewer, _ = (n for n in self._numbers(devices) if n <= turns)
         best = self._planned(request, turns, is_roomy)
-        while fewer and best.recompute_s < waiting_s(best) > LIMITS.waits * best.step_time_s:
+        while fewer and best.recompute_s < _waiting_s(best) > LIMITS.waits * best.step_time_s:
             try:
                 other = self._planned(request, fewer.pop(), is_roomy=False)
             except Infeasible:
@@ -103,7 +103,7 @@ class Fitting:
         graph = self._graph(turns, not is_roomy)
         plan = Planning(request, graph, math.inf, is_tight=not is_roomy).on(mesh)
         log.info("%s: %d devices hold it, in %s each", hardware, mesh.size, size(plan.peak_bytes))
-        return plan
+        return replace(plan, workload=workload_of(self.graph, request))
 
     def _on(self, kind: Cluster, devices: int) -> Request:
         """The request for so many devices of a kind: rows on the first axis, weights on what is left."""
@@ -163,3 +163,8 @@ def _is_hopeless(refused: dict[int, float], devices: int, room: float) -> bool:
         math.isfinite(smallest) and smallest * fewer / devices > SOLVER.recompute.far * room
         for fewer, smallest in refused.items()
     )
+
+
+def _waiting_s(plan: Plan) -> float:
+    """Seconds of a step in which devices wait for communication."""
+    return sum(c.seconds for c in plan.conversions) - plan.hidden_s

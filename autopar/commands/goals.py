@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from autopar.commands.fitting import Fitting, Held
-from autopar.commands.rates import Rates, Work, rates_of
 from autopar.letters import Infeasible, Letter
+from autopar.solver.workload import Rates
 
-_DAY_S = 86_400.0
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
@@ -35,17 +35,18 @@ class Goal:
 
     def days_of(self, rates: Rates) -> float:
         """The days that a number of devices takes; a step that was begun is ended."""
-        return math.ceil(self.tokens / rates.amount) * rates.expected_s / _DAY_S
+        steps = math.ceil(self.tokens / rates.amount)
+        return timedelta(seconds=steps * rates.step_s) / timedelta(days=1)
 
     def cost_of(self, rates: Rates) -> float | None:
         """The cost of the devices for these days; None without a price."""
         return None if self.price is None else 24 * self.days_of(rates) * rates.devices * self.price
 
-    def met(self, fitting: Fitting, held: Held, work: Work) -> Held:
+    def met(self, fitting: Fitting, held: Held) -> Held:
         """The plan on the fewest devices that take no more than the days; a late one where no number does."""
         if held.plan is None or self.days is None:
             return held
-        search = _Search(self, fitting, held, work)
+        search = _Search(self, fitting, held)
         return search.run()
 
 
@@ -64,12 +65,11 @@ class _Search:
     It begins at the number that would do if devices added up from the fewest that hold a step.
     """
 
-    def __init__(self, goal: Goal, fitting: Fitting, held: Held, work: Work) -> None:
+    def __init__(self, goal: Goal, fitting: Fitting, held: Held) -> None:
         assert held.plan is not None
         self.goal = goal
         self.fitting = fitting
         self.held = held
-        self.work = work
         least = held.plan.mesh.size
         self.counts = [n for n in fitting.counts(held.kind) if n >= least]
         self.plans: dict[int, Any] = {least: held.plan}
@@ -99,4 +99,4 @@ class _Search:
             except Infeasible:
                 self.plans[devices] = None
         plan = self.plans[devices]
-        return math.inf if plan is None else self.goal.days_of(rates_of(plan, self.work))
+        return math.inf if plan is None else self.goal.days_of(plan.rates)

@@ -61,7 +61,10 @@ def plan(asked: argparse.Namespace) -> int:
 def shown(found: Plan, asked: argparse.Namespace) -> str:
     """A plan as text, table or JSON, as a command line asks."""
     if asked.json:
-        return json.dumps(found.to_dict(), indent=2)
+        rates = found.rates
+        expected = {"step_s": rates.step_s, "interval_s": list(found.step_interval_s), "mfu": rates.mfu}
+        expected |= {"unit": rates.unit, "per_s": rates.per_s, "per_s_device": rates.per_s_device}
+        return json.dumps({**found.to_dict(), "expected": expected}, indent=2)
     return found.table() if asked.table else str(found)
 
 

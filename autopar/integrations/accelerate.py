@@ -39,6 +39,7 @@ from autopar.integrations.adapting import (
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from autopar.module.checkpoint_folder import writer_over
+from autopar.module.checkpoint_planner import GridPlanner
 
 _FOLDER = "autopar"  # subfolder of a checkpoint
 
@@ -156,7 +157,7 @@ class Accelerator(WholeBatches):
     def save_state(self, output_dir: Any = None, *args: Any, **how: Any) -> Any:
         with self._others_alone():
             folder = super().save_state(output_dir, *args, **how)
-        dcp.save(self._states(), storage_writer=writer_over(os.path.join(folder, _FOLDER)))
+        dcp.save(self._states(), storage_writer=writer_over(os.path.join(folder, _FOLDER)), planner=GridPlanner())
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **how: Any) -> None:

@@ -35,6 +35,7 @@ import autopar
 from autopar.integrations.adapting import Moves, agreed, random_states, whole, with_rows_of_rank_0
 from autopar.letters import NotServed
 from autopar.module.checkpoint_folder import writer_over
+from autopar.module.checkpoint_planner import GridPlanner
 
 _REST = "rest.pt"  # file of a checkpoint's folder
 
@@ -114,7 +115,7 @@ class AutoparStrategy(DDPStrategy):
         path = Path(self.broadcast(path))
         shown = self._convert_stateful_objects_in_state(state, filter=filter or {})
         parts = {k: v for k, v in shown.items() if isinstance(state[k], (nn.Module, Optimizer))}
-        dcp.save({**parts, **random_states(self._parallel)}, storage_writer=writer_over(path))
+        dcp.save({**parts, **random_states(self._parallel)}, storage_writer=writer_over(path), planner=GridPlanner())
         if self.is_global_zero:
             torch.save({k: v for k, v in shown.items() if k not in parts}, path / _REST)
 

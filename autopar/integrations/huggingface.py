@@ -42,6 +42,8 @@ from autopar.integrations.adapting import (
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from autopar.module.checkpoint_folder import writer_over
+from autopar.module.checkpoint_planner import GridPlanner
+from autopar.module.step_log import StepLog
 from autopar.runtime.world import world_size
 from autopar.tracer.precision import Precision
 
@@ -191,7 +193,7 @@ class Trainer(transformers.Trainer):
             torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        dcp.save(self._states(), storage_writer=writer_over(os.path.join(output_dir, _FOLDER)))
+        dcp.save(self._states(), storage_writer=writer_over(os.path.join(output_dir, _FOLDER)), planner=GridPlanner())
         of_optimizer = whole_states(self.optimizer.optimizer)
         if self.args.should_save:
             torch.save(of_optimizer, os.path.join(output_dir, _OPTIMIZER))
@@ -242,6 +244,29 @@ class Trainer(transformers.Trainer):
 
     def _states(self) -> dict[str, Any]:
         return {**states_of(self.model, [self.optimizer.optimizer]), "random": self.model.random_state}
+
+
+class LogSteps(transformers.TrainerCallback):
+    """Lines of `autopar.log` about the steps of a Trainer, which logs losses itself.
+
+    Trainer(..., callbacks=[LogSteps(every=10)])
+    """
+
+    def __init__(self, every: int = 10, writer: Any = None) -> None:
+        self.every = every
+        self.writer = writer
+        self.log: StepLog | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **how: Any) -> None:
+        self.log = autopar.log(how["model"], self.every, start=state.global_step, writer=self.writer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **how: Any) -> None:
+        if self.log is not None:
+            self.log.step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **how: Any) -> None:
+        if self.log is not None:
+            self.log.remove()
 
 
 def _is_own(checkpoint: str) -> bool:

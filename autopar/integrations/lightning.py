@@ -44,6 +44,7 @@ from autopar.integrations.lightning_calls import first_calls
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from autopar.module.checkpoint_folder import writer_over
+from autopar.module.checkpoint_planner import GridPlanner
 
 _REST = "rest.pt"  # file of a checkpoint's folder
 
@@ -173,7 +174,7 @@ class AutoparStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = Path(self.broadcast(filepath))
         parts = self._parts(checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", []))
-        dcp.save(parts, storage_writer=writer_over(path))
+        dcp.save(parts, storage_writer=writer_over(path), planner=GridPlanner())
         if self.is_global_zero:
             torch.save(checkpoint, path / _REST)
 

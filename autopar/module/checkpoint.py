@@ -188,6 +188,16 @@ class Weights:
                 return there[0]
         return None
 
+    def on_meta(self) -> dict[str, Tensor]:
+        """Tensors without values, of the names, shapes and dtypes in the file."""
+        found = {}
+        for name, path in self.at.items():
+            held = self._file(path).get_slice(name)
+            shape = tuple(held.get_shape())
+            empty = held[0:0] if shape else self._file(path).get_tensor(name)  # has its dtype
+            found[name] = torch.empty(shape, dtype=empty.dtype, device="meta")
+        return found
+
     def part(self, name: str, shape: Sequence[int], places: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The elements of a tensor at these places of each dim."""
         held = self._file(self.at[name]).get_slice(name)

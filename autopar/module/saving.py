@@ -36,6 +36,7 @@ from autopar.module.checkpoint_folder import (
     refuse_unseen,
     telling,
 )
+from autopar.module.checkpoint_planner import GridPlanner
 from autopar.module.checkpoint_values import listed, split, state_of, states_by_name, unwrapped
 from autopar.module.parallel import ParallelModule
 from autopar.runtime.agreement import agree
@@ -123,7 +124,7 @@ def _pickled(rest: Any) -> bytes:
     return written.getvalue()
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(GridPlanner):
     """Lets rank 0 alone write tensors that every rank has in full, so that all of them are of one rank."""
 
     def create_local_plan(self) -> dcp.SavePlan:

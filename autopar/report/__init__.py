@@ -1,25 +1,35 @@
 """Write a page about a plan: one file for a browser, without network access.
 
-    page.html, page.css, page.js     the page, which draws its data
+    page.html, page.css, page.js     the page, and what all of its script uses
+    charts.js, graph.js, tables.js   what draws its data
     uPlot.*                          the library that draws charts (MIT)
     cytoscape*                       the library that draws graphs, and its layout in layers (MIT)
 
-`data_of` is all that the page shows, as JSON; the browser only computes what part of it is visible.
+`data_of` is all that the page shows, as JSON; the browser only computes what part of it is visible. `html_of` is the
+beginning of it for a notebook.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from autopar.graph.layers import folded
 from autopar.letters import BadPlan
+from autopar.report.lanes import step_of
+from autopar.report.limits import LIMITS
+from autopar.report.notebook import html_of
 from autopar.report.picture import alike, cuts, drawn
-from autopar.solver.plan import Plan
-from autopar.solver.summary import verdict
+from autopar.report.tiles import memory_of, subtitle_of, tiles_of
+from autopar.solver.figures import time
+from autopar.solver.plan import Beside, Plan
+from autopar.solver.summary import title_of, verdict
+
+__all__ = ["data_of", "html_of", "write_report"]
 
 _FILES = {
     "/*uplot.css*/": "uPlot.min.css",
@@ -28,6 +38,9 @@ _FILES = {
     "/*cytoscape.js*/": "cytoscape.min.js",
     "/*dagre.js*/": "cytoscape-dagre.min.js",
     "/*page.js*/": "page.js",
+    "/*charts.js*/": "charts.js",
+    "/*graph.js*/": "graph.js",
+    "/*tables.js*/": "tables.js",
 }
 
 
@@ -37,8 +50,10 @@ def write_report(plan: Plan, path: str | Path, budgets: int = 0) -> Path:
     for mark, name in _FILES.items():
         page = page.replace(mark, _file(name))
     data = json.dumps(data_of(plan, budgets), separators=(",", ":")).replace("<", "\\u003c")  # ends no script
+    title = f"{title_of(plan)}: {time(plan.expected_s)} a step"
+    page = page.replace("@title@", escape(title)).replace('"@data@"', data)
     try:
-        Path(path).write_text(page.replace('"@data@"', data), encoding="utf-8")
+        Path(path).write_text(page, encoding="utf-8")
     except OSError as e:
         raise BadPlan(f"the report cannot be written to {path}", seen=f"{type(e).__name__}: {e}") from e
     return Path(path)
@@ -46,49 +61,36 @@ def write_report(plan: Plan, path: str | Path, budgets: int = 0) -> Path:
 
 def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
     """All that the page shows, as values for JSON."""
-    is_here = plan.has_space
-    times, held = plan.line() if is_here or plan.record.times else ([], {})
     groups = alike(plan)
     return {
-        "title": f"a plan for {plan.mesh.size} devices, mesh {plan.mesh}",
+        "title": title_of(plan),
+        "subtitle": subtitle_of(plan),
+        "tiles": [tile._asdict() for tile in tiles_of(plan)],
         "verdict": verdict(plan),
         "summary": str(plan),
         "step_s": plan.step_time_s,
         "bound_s": plan.lower_bound_s,
         "budget": plan.budget if math.isfinite(plan.budget) else None,
         "peak": {"bytes": plan.peak_bytes, "at": plan.peak_at, "kinds": dict(plan.memory)},
-        "line": {"times": times, "held": held},
-        "step": _step(plan),
+        "line": memory_of(plan, LIMITS.times),
+        "step": step_of(plan),
         "parameters": _parameters(plan),
         "places": _places(plan, groups),
         "graph": drawn(plan, groups),
-        "curve": _curve(plan, budgets) if is_here and budgets else [],
-        "beside": [list(rival) for rival in plan.known_beside or () if not rival.why],
+        "axes": list(plan.mesh.axes),
+        "curve": _curve(plan, budgets) if plan.has_space and budgets else [],
+        "beside": [_rival(rival) for rival in plan.known_beside or ()],
         "meshes": [list(row) for row in plan.meshes],
-        "said": [
-            *(["careful", w] for w in plan.warnings),
-            *(["assumed", a] for a in plan.assumptions),
-            *(list(pair) for pair in plan.defaults),
-        ],
+        "said": {
+            "warnings": list(plan.warnings),
+            "assumed": list(plan.assumptions),
+            "defaults": [list(pair) for pair in plan.defaults],
+        },
     }
 
 
 def _file(name: str) -> str:
     return resources.files("autopar.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _step(plan: Plan) -> dict[str, list[Any]]:
-    """Events of the predicted step: place as a number, lane, part, begin and duration in seconds."""
-    events = plan.timeline().events if plan.has_space else plan.record.step()
-    names = dict.fromkeys(event.place for event in events)
-    places = {place: i for i, place in enumerate(names)}
-    rows = [[places[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)] for e in events]
-    return {"places": list(places), "events": rows}
-
-
-def _short(seconds: float) -> float:
-    """Seconds with seven digits: a picture shows no more, and pages are sent around."""
-    return float(f"{seconds:.7g}")
 
 
 def _parameters(plan: Plan) -> list[list[Any]]:
@@ -128,6 +130,11 @@ def _places(plan: Plan, groups: list[list[str]]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _rival(rival: Beside) -> list[Any]:
+    """Name, seconds or None, bytes, whether it fits, and why there would be none."""
+    return [rival.name, None if rival.why else rival.step_time_s, rival.peak_bytes, rival.fits, rival.why]
 
 
 def _curve(plan: Plan, budgets: int) -> list[list[float]]:

@@ -10,6 +10,8 @@
     LocalTensorMode     one process that plays all ranks
     plays_all_ranks     whether it does, here and now
     FakeStore           the store of the fake process group
+    dedup_save_plans    leaves a part of a checkpoint that several ranks hold to one of them
+    validate_global_plan    compares the parts of a checkpoint with each other
     StridedShard        torch's placement of a dim that is cut by blocks of one size
     REDUCTIONS, PendingNorm    DTensor's rules of sums and norms, and its placement of a norm that is pending
     local_part          what a DTensor holds, to be written to in place
@@ -341,6 +343,17 @@ def __getattr__(name: str) -> Any:  # few programs need these, and importing the
 
         return FakeStore
     raise AttributeError(name)
+
+
+def dedup_save_plans(plans: Sequence[Any]) -> list[Any]:
+    found: list[Any] = torch.distributed.checkpoint.default_planner.dedup_save_plans(list(plans))
+    return found
+
+
+def validate_global_plan(plans: Sequence[Any], metadata: Any) -> list[str]:
+    """Errors of the parts in a checkpoint's metadata, in words."""
+    found: list[str] = torch.distributed.checkpoint.default_planner._validate_global_plan(list(plans), metadata)
+    return found
 
 
 def function_of(custom_op: str) -> Any:

@@ -27,6 +27,9 @@ MIDDLES = {MEASURED: 1.01, REACHED: 1.04, PEAK: 1.45}
 SPREADS = {MEASURED: (0.85, 1.25), REACHED: (0.98, 1.19), PEAK: (1.32, 1.82)}
 ALIKE = {MEASURED: 0.05, REACHED: 0.04, PEAK: 0.31}  # median relative error: closer steps may rank either way
 
+# Where one of these kinds of collective was not measured, seconds of collectives count as those of a data sheet.
+_KINDS = {"all_gather", "reduce_scatter", "all_reduce"}
+
 
 def spread(seconds: Mapping[str, float]) -> tuple[float, float]:
     """The (least, most) ratio of a step's measured to predicted time, from predicted seconds by source."""
@@ -54,4 +57,4 @@ def source_of_links(cluster: Cluster) -> str:
     """The source of the seconds of collectives on a cluster: MEASURED, REACHED or PEAK."""
     if cluster.measured:
         return MEASURED
-    return REACHED if any(link.reached for link in cluster.links) else PEAK
+    return REACHED if any(dict(link.reached).keys() >= _KINDS for link in cluster.links) else PEAK

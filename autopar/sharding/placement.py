@@ -92,15 +92,12 @@ def _from_runs(text: str) -> tuple[int, ...]:
     blocks: list[int] = []
     for run in filter(str.strip, text.split(",")):
         *count, size = map(int, run.split("x"))
-        if not 0 < math.prod(count) < _MOST_BLOCKS:
-            raise BadSharding(f"blocks={text}: {math.prod(count)} blocks")
         blocks += [size] * math.prod(count)
     return tuple(blocks)
 
 
-_MOST_BLOCKS = 1 << 20
-_RUN = r"\s*\d+(?:x\d+)?\s*"
-_CUT = re.compile(rf"S\(\s*(\d+)\s*(?:,\s*blocks=(?:\(({_RUN}(?:,{_RUN})*,?\s*)\)|(\d+x\d+))\s*)?\)")
+_RUN = r"\s*(?:[1-9]\d{,4}x)?\d+\s*"
+_CUT = re.compile(rf"S\(\s*(\d+)\s*(?:,\s*blocks=(?:\(({_RUN}(?:,{_RUN})*,?\s*)\)|([1-9]\d{{,4}}x\d+))\s*)?\)")
 R = Placement("R")
 
 

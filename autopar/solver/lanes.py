@@ -31,6 +31,8 @@ class Event(NamedTuple):
     part: str  # FORWARD, BACKWARD, RECOMPUTE or OPTIMIZER
     begins_s: float
     seconds: float
+    # The first seconds of communication in a window, which compute hides; None for all other events.
+    hidden_s: float | None = None
 
 
 def events_of(space: Space, point: Point) -> list[Event]:
@@ -113,8 +115,11 @@ class _LaneWriter:
             hidden = min(communication, compute)
             end = self.now + window.times * (whole - hidden)
             begins = end - window.times * whole
+            left = window.times * hidden
             for k, seconds in self._of_window(window):
-                self.events.append(Event(_named(self.space, self.space.edges[k]), COMMUNICATION, part, begins, seconds))
+                name = _named(self.space, self.space.edges[k])
+                self.events.append(Event(name, COMMUNICATION, part, begins, seconds, min(seconds, left)))
+                left -= min(seconds, left)
                 begins += seconds
             self.now = end
 

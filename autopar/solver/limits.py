@@ -253,7 +253,7 @@ class WordLimits:
     large: float = 0.02  # share of the peak under which kinds of memory are summed up as "others"
     names: int = 6  # modules or values that are named
     slowest: int = 5  # places that are named as the slowest
-    times: int = 200  # times of a step whose memory a file keeps: a chart is as wide as that in steps of 5 pixels
+    times: int = 150  # times of a step whose memory a file keeps: a chart is as wide as that in steps of 6 pixels
     pause: float = 1e-3  # share of a step that a file's events leave out between those of a block: a pixel of a chart
     open: float = 1e-3  # gap above which better plans may be unknown
     as_fast: float = 1e-9  # seconds by which a rival is no slower

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape
-from html import escape as escape_html
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -27,6 +26,7 @@ from autopar.solver.decision import Conversion, Decision, Recomputed, Regathered
 from autopar.solver.lanes import Event
 from autopar.solver.profiled import StepTimeline
 from autopar.solver.record import Record
+from autopar.solver.trace import told_of
 from autopar.solver.workload import Rates, Workload
 from autopar.space.space import StoragePolicy
 
@@ -155,6 +155,7 @@ class Plan:
 
     check_graph: ClassVar[GraphCheck | None] = None  # given by autopar.api, which can trace a model
     write_report: ClassVar[Callable[..., Path] | None] = None  # given by autopar.report
+    write_html: ClassVar[Callable[[Plan], str] | None] = None  # given by autopar.report, for notebooks
 
     def __post_init__(self) -> None:
         for name in ("decisions", "parameter_bytes", "memory", "states", "sources", "needed", "unaligned"):
@@ -186,7 +187,7 @@ class Plan:
 
     def rates_at(self, step_s: float) -> Rates:
         """Rows and tokens a second, and MFU, of a step that takes so many seconds, as one that was measured."""
-        return Rates.of(self.workload, self.mesh.size, step_s)
+        return Rates(self.workload, self.mesh.size, step_s)
 
     @property
     def step_interval_s(self) -> tuple[float, float]:
@@ -235,8 +236,8 @@ class Plan:
         fits = f", peak_bytes={self.peak_bytes:,}" if self.memory else ""
         return f"Plan(mesh={self.mesh}, step_time_s={self.step_time_s:.6g}, gap={self.gap:.2%}{fits})"
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape_html(str(self))}</pre>"
+    def _repr_html_(self) -> str | None:
+        return Plan.write_html(self) if Plan.write_html is not None else None
 
     def table(self) -> str:
         """A table of the plan's parameters, ops, conversions and recompute, with equal layers in one row."""
@@ -260,7 +261,7 @@ class Plan:
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """The times of a step by name, and the bytes that a device holds at each, by kind.
 
-        Of a plan that was read from a file, the fullest time of each of some 200 spans of the step.
+        Of a plan that was read from a file, the fullest time of each of some 150 spans of the step.
         """
         is_in_file = not self.has_space and bool(self.record.times)
         return self.record.line() if is_in_file else self._searched("line").line()
@@ -277,12 +278,13 @@ class Plan:
     def timeline(self) -> StepTimeline:
         """The predicted step, event by event: `.save(path)` writes a trace for Perfetto.
 
-        Beside a torch.profiler.profile of a step of its program, `.save(path, profile)` has both, and
+        The trace has the memory of a device, too, and arrows from what moves to what reads it. Beside a
+        torch.profiler.profile of a step of its program, `.save(path, profile)` has both, and
         `.compare(profile)` the errors by kind of op. As `explain`, it needs the space.
         """
         kinds = {name: decision.op for name, decision in self.decisions.items() if decision.kind == "op"}
         kinds |= {name: summary.ITSELF for name, decision in self.decisions.items() if decision.kind == "output"}
-        return StepTimeline(tuple(self._searched("timeline").events()), kinds)
+        return StepTimeline(tuple(self._searched("timeline").events()), kinds, told_of(self))
 
     def report(self, path: str | Path, budgets: int = 0) -> Path:
         """Write a page about the plan, one file that needs no network: open it in a browser.

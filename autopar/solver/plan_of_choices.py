@@ -151,7 +151,8 @@ def _backward(
 def _overlap(space: Space, picked: Sequence[int]) -> tuple[float, float]:
     """Seconds of communication in windows, and the part of them that compute hides."""
     pairs = [(w.times, *w.seconds(picked, space.edges)) for w in space.windows]
-    beside = sum(times * moved for times, moved, _ in pairs)
+    # A window's seconds are the share of its communication that can be hidden; the rest of it is always exposed.
+    beside = sum(times * moved / space.setting.cluster.hidden for times, moved, _ in pairs)
     hidden = sum(times * min(moved, run) for times, moved, run in pairs)
     return float(beside), float(hidden)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopar.letters import BadPlan
 from autopar.solver.figures import aligned, time
 from autopar.solver.lanes import COMMUNICATION, COMPUTE, Event
+from autopar.solver.trace import Told, records
 
 PREFIX = "autopar: "
 MESSAGES = "messages"  # a place of its own: parameters and gradients that are packed to travel together
@@ -37,21 +38,25 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """The predicted events of a step; `kinds` maps each place to its op."""
+    """The predicted events of a step; `kinds` maps each place to its op, and `told` has more for a trace."""
 
     events: tuple[Event, ...]
     kinds: Mapping[str, str]
+    told: Told = field(default_factory=Told, repr=False)
 
     def save(self, path: str | Path, profile: Any = None) -> Path:
         """Write the step as a trace, to be opened at ui.perfetto.dev or in chrome://tracing.
 
+        Beside compute and communication it has the memory of a device as a counter, an arrow from what moves to the op
+        that reads it, and the sharding of each place.
         `profile` is a torch.profiler.profile of one step of this plan's program, or the events that `measured` reads in
         one: they stand beside the predicted ones.
         """
-        tracks = {"predicted": self.events, **({"measured": measured(profile)} if profile is not None else {})}
-        records = [record for pid, track in enumerate(tracks, 1) for record in _records(pid, track, tracks[track])]
+        found = list(records(1, "predicted", self.events, self.told))
+        if profile is not None:
+            found += records(2, "measured", measured(profile), replace(self.told, times=(), held={}))
         try:
-            Path(path).write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}), encoding="utf-8")
+            Path(path).write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), encoding="utf-8")
         except OSError as e:
             raise BadPlan(f"the timeline cannot be written to {path}", seen=f"{type(e).__name__}: {e}") from e
         return Path(path)
@@ -98,25 +103,6 @@ def measured(profile: Any) -> list[Event]:
         )
     first = min(event.begins_s for event in found)
     return [event._replace(begins_s=event.begins_s - first) for event in found]
-
-
-def _records(pid: int, name: str, events: Any) -> Iterator[dict[str, Any]]:
-    """Trace records of one process, with a thread for each lane."""
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-    for tid, lane in enumerate((COMPUTE, COMMUNICATION), 1):
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
-        for event in events:
-            if event.lane == lane:
-                yield {
-                    "ph": "X",
-                    "pid": pid,
-                    "tid": tid,
-                    "name": event.place,
-                    "cat": event.part,
-                    "ts": 1e6 * event.begins_s,
-                    "dur": 1e6 * event.seconds,
-                    "args": {"part": event.part},
-                }
 
 
 def _ratio(predicted: float, real: float) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from autopar.graph.layers import folded, innermost_block
 from autopar.solver.lanes import Event
 from autopar.solver.limits import LIMITS
@@ -30,6 +32,8 @@ class Record:
     places: tuple[str, ...] = ()
     # Events: a number of a place, lane, part, and the seconds at which it begins and that it takes.
     events: tuple[tuple[int, str, str, float, float], ...] = ()
+    # Seconds that compute hides, by the numbers of the events of communication that may overlap with it.
+    hidden: tuple[tuple[int, float], ...] = ()
     told: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # rivals by name, with `*` for the layer
     # Presets on the same mesh: name, seconds, bytes, whether it fits, and the reason why there is no such plan.
     beside: tuple[tuple[str, float | None, int, bool, str], ...] = ()
@@ -40,7 +44,11 @@ class Record:
 
     def step(self) -> list[Event]:
         """The step, an event for what one block does in a row."""
-        return [Event(self.places[place], lane, part, begins, s) for place, lane, part, begins, s in self.events]
+        hidden = dict(self.hidden)
+        return [
+            Event(self.places[place], lane, part, begins, s, hidden.get(number))
+            for number, (place, lane, part, begins, s) in enumerate(self.events)
+        ]
 
 
 def record_of(plan: Plan) -> Record:
@@ -48,24 +56,25 @@ def record_of(plan: Plan) -> Record:
     if not plan.has_space or plan.search is None:
         return plan.record
     times, held = plan.search.line()
-    kept = _fullest(list(zip(*held.values(), strict=True)))
+    kept = fullest(list(zip(*held.values(), strict=True)), _LIMITS.times)
     events = list(_in_blocks(plan.search.events(), _LIMITS.pause * plan.step_time_s))
     places = list(dict.fromkeys(event.place for event in events))
     number = dict(zip(places, itertools.count(), strict=False))
     known = plan.search.known_beside or ()
     return Record(
         tuple(times[t] for t in kept),
-        {kind: tuple(map(nbytes.__getitem__, kept)) for kind, nbytes in held.items()},
+        {kind: tuple(np.array(nbytes, float)[kept].tolist()) for kind, nbytes in held.items()},
         tuple(places),
         tuple((number[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)) for e in events),
+        tuple((k, _short(event.hidden_s)) for k, event in enumerate(events) if event.hidden_s is not None),
         {folded(name): tuple(rival_lines(plan, name)) for name in _slowest(plan)},
         tuple((r.name, None if r.why else r.step_time_s, r.peak_bytes, r.fits, r.why) for r in known),
     )
 
 
-def _fullest(held: Sequence[tuple[int, ...]]) -> list[int]:
-    """The fullest time of each of so many equal spans."""
-    spans = min(_LIMITS.times, len(held))
+def fullest(held: Sequence[tuple[int, ...]], most: int) -> list[int]:
+    """The fullest time of each of at most so many equal spans."""
+    spans = min(most, len(held))
     ends = [len(held) * k // spans for k in range(spans + 1)] if spans else [0]
     return [max(range(first, end), key=lambda t: sum(held[t])) for first, end in itertools.pairwise(ends)]
 
@@ -79,13 +88,20 @@ def _in_blocks(events: Sequence[Event], pause: float) -> Iterator[Event]:
         before = last.get(event.lane)
         if before is not None:
             ends = before.begins_s + before.seconds
-            is_alike = (before.place, before.part) == (event.place, event.part)
+            is_alike = _kind(before) == _kind(event)
             if is_alike and event.begins_s - ends <= pause:
-                last[event.lane] = before._replace(seconds=event.begins_s + event.seconds - before.begins_s)
+                seconds = event.begins_s + event.seconds - before.begins_s
+                hidden = None if event.hidden_s is None else (before.hidden_s or 0.0) + event.hidden_s
+                last[event.lane] = before._replace(seconds=seconds, hidden_s=hidden)
                 continue
             yield before
         last[event.lane] = event
     yield from last.values()
+
+
+def _kind(event: Event) -> tuple[str, str, bool]:
+    """The key that events of a block share which are written as one."""
+    return event.place, event.part, event.hidden_s is None
 
 
 def _slowest(plan: Plan) -> list[str]:

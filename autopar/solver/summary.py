@@ -19,6 +19,7 @@ from autopar.sharding.placement import Placement
 from autopar.solver.decision import Decision, Regathered
 from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
+from autopar.solver.workload import Rates
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan
@@ -30,6 +31,7 @@ WIDTH = 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
 _PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # names of products, where no op surely uses a weight
+_KEPT = ("plan", "against")  # rows that give up lines last
 _MORE = "plan.table(), plan.explain(name), plan.report(path)"
 
 
@@ -71,7 +73,7 @@ def summary_of(plan: Plan) -> str:
         able = [k for k, row in enumerate(rows) if room[k] > row.least]
         if not able:
             break
-        room[max(able, key=lambda k: (rows[k].label != "plan", room[k], k))] -= 1
+        room[max(able, key=lambda k: (rows[k].label not in _KEPT, room[k], k))] -= 1
     lines = [line for row, most in zip(rows, room, strict=True) for line in row.lines(most)]
     return "\n".join([*lines, f"{'more':<{_LABEL}}{_MORE}"])
 
@@ -99,17 +101,25 @@ def batch_of(plan: Plan) -> str:
     return said + (f" a call, {plan.accumulation} calls a step" if plan.accumulation > 1 else "")
 
 
+def compute_of(plan: Plan) -> list[str]:
+    """The dtype of compute, the optimizer, and whether code is compiled, where these are known."""
+    optimizer = plan.optimizer if isinstance(plan.optimizer, str) else f"{plan.optimizer:g} bytes of states a parameter"
+    made = [f"{plan.precision[0]} compute" if plan.precision else plan.workload.dtype, optimizer]
+    return [*filter(None, made), *(["torch.compile"] if plan.compiled else [])]
+
+
+def cluster_of(plan: Plan) -> str:
+    """The cluster by the name of its data."""
+    return f"cluster {plan.cluster.partition(' ')[0]}"
+
+
 def _what(plan: Plan) -> Iterator[_Row]:
     """Rows about the model, the devices, and what the plan does."""
     work = plan.workload
-    optimizer = plan.optimizer if isinstance(plan.optimizer, str) else f"{plan.optimizer:g} bytes of states a parameter"
-    made = [f"{plan.precision[0]} compute" if plan.precision else work.dtype, optimizer]
-    made += ["torch.compile"] if plan.compiled else []
     if work.model:
-        yield _Row("model", [f"{work.model}, {count(work.parameters)} parameters", batch_of(plan), *made])
-    name = plan.cluster.partition(" ")[0]
-    apart = "" if work.model else f", {', '.join(filter(None, made))}"
-    yield _Row("devices", [f"{plan.mesh.size} x {_device(plan)} (cluster {name}), mesh {plan.mesh}{apart}"])
+        yield _Row("model", [f"{work.model}, {count(work.parameters)} parameters", batch_of(plan), *compute_of(plan)])
+    apart = "" if work.model else f", {', '.join(compute_of(plan))}"
+    yield _Row("devices", [f"{plan.mesh.size} x {_device(plan)} ({cluster_of(plan)}), mesh {plan.mesh}{apart}"])
     yield _Row("plan", parts_of_verdict(plan), 4, "; ")
     if plan.recomputed:
         passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
@@ -120,14 +130,20 @@ def _what(plan: Plan) -> Iterator[_Row]:
 
 def speed_of(plan: Plan) -> str:
     """The expected seconds of a step, the interval of measured ones, and what the devices reach."""
-    rates, work = plan.rates, plan.workload
+    rates = plan.rates
     said = f"{time(rates.step_s)} a step"
     if sum(plan.sources.values()):
         said += f" ({between(*plan.step_interval_s)} in nine of ten)"
+    passes = passes_in_words(rates)
+    return f"{said}, {passes}" if passes else said
+
+
+def passes_in_words(rates: Rates) -> str:
+    """Tokens or rows a second and a device, and MFU; "" where the work is not known."""
+    work = rates.workload
     if not work.rows or not rates.step_s:
-        return said
-    each = rates.tokens_per_s_device if work.tokens else rates.rows_per_s / plan.mesh.size
-    said += f", {each:,.{0 if each >= 100 else 1}f} {'tokens' if work.tokens else 'rows'}/s a device"
+        return ""
+    said = f"{rates.per_s_device:,.{0 if rates.per_s_device >= 100 else 1}f} {rates.unit}/s a device"
     return f"{said}, MFU {rates.mfu:.1%}" if work.flops else said
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +30,56 @@ class Workload:
     memory_bytes: int = 0
 
 
-class Rates(NamedTuple):
-    """What a step of so many seconds on so many devices reaches.
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a step of so many seconds on so many devices reaches."""
 
-    `mfu` is the share of the devices' peak that the model's own FLOPs take, `causal_mfu` the same of causal FLOPs.
-    """
-
+    workload: Workload
+    devices: int
     step_s: float
-    rows_per_s: float
-    tokens_per_s: float  # 0 where the model has no tokens
-    tokens_per_s_device: float
-    flops_per_s_device: float
-    mfu: float
-    causal_mfu: float
 
-    @staticmethod
-    def of(workload: Workload, devices: int, step_s: float) -> Rates:
-        if not step_s:
-            return Rates(step_s, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        peak = workload.peak_flops_per_s * devices * step_s
-        return Rates(
-            step_s,
-            workload.rows / step_s,
-            workload.tokens / step_s,
-            workload.tokens / step_s / devices,
-            workload.flops / step_s / devices,
-            workload.flops / peak if peak else 0.0,
-            workload.causal_flops / peak if peak else 0.0,
-        )
+    @property
+    def unit(self) -> str:
+        """The word for what is counted: "tokens", or "rows" of a model that has no tokens."""
+        return "tokens" if self.workload.tokens else "rows"
+
+    @property
+    def amount(self) -> int:
+        """The tokens of a step, or its rows."""
+        return self.workload.tokens or self.workload.rows
+
+    @property
+    def per_s(self) -> float:
+        """Tokens or rows a second, of all devices."""
+        return self._per_s(self.amount)
+
+    @property
+    def per_s_device(self) -> float:
+        """Tokens or rows a second of one device."""
+        return self.per_s / self.devices
+
+    @property
+    def rows_per_s(self) -> float:
+        return self._per_s(self.workload.rows)
+
+    @property
+    def flops_per_s_device(self) -> float:
+        """FLOPs a second of one device, of the model's own products."""
+        return self._per_s(self.workload.flops) / self.devices
+
+    @property
+    def mfu(self) -> float:
+        """The share of the devices' peak that the model's own FLOPs take; 0 without a known peak."""
+        return self._of_peak(self.workload.flops)
+
+    @property
+    def causal_mfu(self) -> float:
+        """The same of FLOPs of which causal attention counts half of its pairs."""
+        return self._of_peak(self.workload.causal_flops)
+
+    def _per_s(self, amount: float) -> float:
+        return amount / self.step_s if self.step_s else 0.0
+
+    def _of_peak(self, flops: float) -> float:
+        peak = self.workload.peak_flops_per_s * self.devices
+        return self._per_s(flops) / peak if peak else 0.0

@@ -174,7 +174,7 @@ class EdgePieces:
     def _gathered(self, passage: _Passage, needed: int) -> None:
         """Add the gathered copy of a parameter, which exists ahead of its use, and its message."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
-        made, sent = passage.bytes.made, passage.bytes.sent
+        made, sent = passage.bytes.made, passage.bytes.sent_last
         again = () if parameter in schedule.stays else self._regathered(passage, parameter)
         if info(passage.taker).chunks > 1:  # backward of a chunk follows its forward: the copy is there for all of them
             again = ()
@@ -221,7 +221,7 @@ class EdgePieces:
         begins = max(passage.now + 1, transit.begins) if is_ahead else last
         self._put("gathered parameters", passage, dropped, begins, last)
         if is_ahead and transit.is_shared:
-            whole = passage.bytes.sent
+            whole = passage.bytes.sent_last
             sent = self.bytes.once("sent", (dropped, whole), lambda: np.where(dropped > 0, whole, 0.0))
             self._message(passage, sent, dropped, begins, transit.ends)
 
@@ -251,6 +251,7 @@ class EdgePieces:
         pair = self.bytes.once("sums", (tables,), lambda: np.where(tables.is_sum, tables.unreduced, 0.0)), stored
         scattered = self.bytes.once("scattered", pair, lambda: _scattered(*pair))
         packed = self.bytes.once("packed", pair, lambda: _packed(*pair))
+        goes_on = self.schedule.reduction_goes_on(passage.now)
         in_each = passage.edge.marked(self.wiring.sites[passage.edge.source].scattered)[:, None]
         if not self._enters(passage):
             if self.lifetimes.has_several_uses(passage.value):
@@ -267,8 +268,8 @@ class EdgePieces:
         fresh = self.bytes.once("fresh", pair, lambda: np.where(tables.is_sum, stored, 0.0))
         came = self.lifetimes.parameters.reduced_in.get(passage.value, passage.type.itemsize)
         widens = max(1.0, type_of(owner).itemsize / came)
-        nbytes = GradientBytes(tables.is_sum, sums, others, cuts, packed, scattered, fresh, widens)
-        times = GradientTimes(back, full, is_turned, reduced, self.clock.settled)
+        nbytes = GradientBytes(tables.is_sum, sums, others, cuts, packed, scattered, tables.between, fresh, widens)
+        times = GradientTimes(back, full, is_turned, reduced, goes_on, self.clock.settled)
         for span in self._on_the_way(owner, nbytes, times, in_each):
             self._put("gradients", passage, *span)
 

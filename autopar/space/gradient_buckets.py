@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +48,9 @@ class GradientBuckets:
         wait = [n for n in trained if n not in each] if accumulates else []
         twice = setting.accumulation > 1 and setting.turns > 1
         closing = dict(zip(trained, closes, strict=True))
-        under_way = _until_the_next(closing)
+        # Over several axes the next step of a message goes on beside the next bucket.
+        is_one_step = sum(size > 1 for size in setting.mesh.shape) < 2
+        under_way = _until_the_next(closing) if is_one_step else dict.fromkeys(closing, clock.settled)
         return GradientBuckets(closing, under_way, frozenset(wait), accumulates, twice, clock.settled)
 
     @property
@@ -92,7 +93,7 @@ def _until_the_next(closes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
         nbytes[time] += type_of(parameter).nbytes
     times = sorted(nbytes)
     ends = {time: later - (nbytes[later] >= nbytes[time]) for time, later in itertools.pairwise(times)}
-    return {parameter: ends.get(time, sys.maxsize) for parameter, time in closes.items()}
+    return {parameter: ends.get(time, times[-1]) for parameter, time in closes.items()}
 
 
 def is_always(site: Site, policy: Sequence[bool]) -> bool:

@@ -21,6 +21,7 @@ class GradientBytes:
     cuts: np.ndarray  # parts that are cut after an earlier reduction
     packed: np.ndarray  # temporary bytes of packing a bucket
     scattered: np.ndarray  # the bucket until it has been scattered
+    between: np.ndarray  # the bucket between two steps of its reduction; 0 over one axis
     stored: np.ndarray  # a sum once it is reduced
     widens: float  # bytes of an element of a sum over micro-batches, for one of a partial sum
 
@@ -33,6 +34,7 @@ class GradientTimes:
     full: int  # end of the bucket that it travels in
     is_alone: bool  # whether it is reduced at once, without the bucket
     reduced: int  # end of the reduction
+    goes_on: int  # end of its next step
     settled: int  # the last time of backward
 
 
@@ -48,6 +50,7 @@ def reduced(nbytes: GradientBytes, times: GradientTimes, accumulates: bool) -> I
     yield nbytes.others, back, back if accumulates else full - 1
     yield nbytes.packed, max(back, closes), max(back, closes)
     yield nbytes.scattered, closes, max(closes, times.reduced)
+    yield nbytes.between, closes, times.goes_on
     if accumulates:
         yield nbytes.stored, closes, max(closes, times.reduced)
     else:

@@ -27,10 +27,12 @@ class EdgeBytes:
     made: np.ndarray  # the result of a conversion; 0 where there is none
     kept: np.ndarray  # the value where there is no conversion
     sent: np.ndarray  # the operand of a conversion
+    sent_last: np.ndarray  # the operand of its last step, where it gathers over several axes
     gradient: np.ndarray  # the gradient as it comes
     unreduced: np.ndarray  # the part of `gradient` that is converted
     reduced: np.ndarray  # the gradient as it goes on
     is_sum: np.ndarray  # whether the gradient is a partial sum that is reduced here
+    between: np.ndarray  # the gradient between two steps of its reduction; 0 of a reduction over one axis
 
 
 class Tensors(NamedTuple):
@@ -77,6 +79,7 @@ class LocalBytes:
         moves = _differ(given, taken)
         leaves = self._column(type_, given)
         arrives = self._row(type_, taken)
+        last = np.maximum(leaves, arrives / self._least_axis(given, taken, "is_shard", "is_replicated"))
         given, taken = [gradients(f) for f in edge.given], [gradients(f) for f in edge.taken]
         moves_back = _differ(given, taken)
         goes_on = self._column(type_, given)
@@ -85,15 +88,37 @@ class LocalBytes:
         wide = np.ones(moves.shape)
         if edge.reduced_in:  # a partial sum is cast before it is reduced
             wide = np.where(is_sum, edge.reduced_in / type_.itemsize, 1.0)
+        unreduced = np.where(moves_back, comes * wide, 0.0)
         return EdgeBytes(
             made=np.where(moves, arrives, 0.0),
             kept=np.where(moves, 0.0, leaves),
             sent=np.where(moves, leaves, 0.0),
+            sent_last=np.where(moves, last, 0.0),
             gradient=comes * wide,
-            unreduced=np.where(moves_back, comes * wide, 0.0),
+            unreduced=unreduced,
             reduced=goes_on * wide,
             is_sum=is_sum,
+            between=unreduced / self._least_axis(taken, given, "is_partial", "is_shard").T,
         )
+
+    def _least_axis(
+        self, before: Sequence[Sharding], after: Sequence[Sharding], leaves: str, arrives: str
+    ) -> np.ndarray:
+        """The devices of the smallest of several axes on which a placement changes so, by [before, after].
+
+        Infinite where it changes so on fewer than two.
+        """
+        count = np.zeros((len(before), len(after)))
+        least = np.full(count.shape, np.inf)
+        for axis, size in enumerate(self.mesh.shape):
+            if size > 1:
+                changes = np.logical_and.outer(
+                    [getattr(s.placements[axis], leaves) for s in before],
+                    [getattr(s.placements[axis], arrives) for s in after],
+                )
+                count += changes
+                least = np.where(changes, np.minimum(least, size), least)
+        return np.where(count > 1, least, np.inf)
 
     def _row(self, type_: TensorType, shardings: Sequence[Sharding]) -> np.ndarray:
         return np.array([self.of(type_, s) for s in shardings], float)[None, :]

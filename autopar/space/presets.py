@@ -22,12 +22,16 @@ device, to reduce fewer gradients, may be faster, but is not what the name says.
 Names that other tools have are taken too: ddp is dp, fsdp is zero3, tp is megatron.
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name.
 `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on the first axes,
-tensor on the last.
+tensor on the last. `data=dict(size=8, zero=3, replicas=2)` is hsdp: the first axes hold copies. In place of a mode,
+`tensor=dict(size=4, styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})` says how each layer is cut, in
+transformers' words: what is not named is whole.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +41,7 @@ from autopar.letters import BadPreset, among
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding, every_part_holds_something
 from autopar.space.constraints import Preset
-from autopar.space.tensor_modes import MODES, ParameterCut
+from autopar.space.tensor_modes import MODES, STYLES, ParameterCut, by_styles
 from autopar.space.windows import BLOCK, BUCKET
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -57,6 +61,7 @@ class AxisRoles:
     tensor: tuple[int, ...] = ()
     sequence: bool = False
     stored: tuple[int, ...] | None = None  # data axes over which a ZeRO stage cuts parameters; None: all
+    styles: Mapping[str, str] | None = None  # how layers are cut along the tensor axis, in place of a mode's own way
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -75,7 +80,11 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
     """The pins and habits that `parallel` stands for, on this graph and mesh."""
     roles = _roles(parallel, mesh)
     pins = _rows(graph, mesh, roles)
-    cuts = MODES[roles.mode](graph, mesh, roles.tensor) if roles.mode else {}
+    cuts: Mapping[str, ParameterCut] = {}
+    if roles.mode and roles.styles is not None:
+        cuts = by_styles(graph, mesh, roles.tensor, roles.styles)
+    elif roles.mode:
+        cuts = MODES[roles.mode](graph, mesh, roles.tensor)
     for name, node in graph.parameters.items():
         cut = cuts.get(name, ParameterCut((), ()))
         by_data = _stored(type_of(node), mesh, roles, cut) if roles.zero and roles.data else []
@@ -116,6 +125,9 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
         )
     if not isinstance(sequence, bool) or (sequence and mode != "megatron"):
         raise BadPreset(f"parallel={parallel!r}", seen="sequence is True or False, and a word about megatron")
+    styles = tensor.get("styles")
+    if styles is not None:
+        _check_styles(styles, mode, sequence)
     axes = tuple(real[-TENSOR[mode] :]) if tensor["size"] > 1 else ()
     has_size = math.prod(mesh.shape[a] for a in axes) == tensor["size"]
     has_axes = len(axes) == TENSOR[mode] or mode == "megatron"
@@ -125,7 +137,34 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
             advice=f"mesh=({data['size']}, {tensor['size']})" if mode == "megatron" else "",
         )
     rest = tuple(a for a in real if a not in axes)
-    return AxisRoles(rest, data.get("zero", 0), mode if axes else "", axes, sequence)
+    stored = _stored_along(rest, mesh, data)
+    return AxisRoles(rest, data.get("zero", 0), mode if axes else "", axes, sequence, stored, styles)
+
+
+def _stored_along(axes: Sequence[int], mesh: DeviceMesh, data: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The data axes over which parameters are cut, where the first axes hold replicas; None: all of them."""
+    replicas = data.get("replicas", 1)
+    if replicas == 1:
+        return None
+    sizes = list(itertools.accumulate((mesh.shape[a] for a in axes), operator.mul, initial=1))
+    if replicas not in sizes or data.get("zero", 0) == 0:
+        raise BadPreset(
+            f"parallel speaks of {replicas} replicas, and the first axes of data of mesh {mesh} are not so many"
+            if replicas not in sizes
+            else f"parallel speaks of {replicas} replicas of parameters that zero=0 does not cut",
+            advice=f"mesh=({replicas}, ...), and zero=3",
+        )
+    return tuple(axes[sizes.index(replicas) :])
+
+
+def _check_styles(styles: Any, mode: str, sequence: bool) -> None:
+    if not isinstance(styles, Mapping) or mode != "megatron" or sequence:
+        raise BadPreset(
+            f"styles={styles!r} are a dictionary of names of modules, in place of a mode",
+            advice='tensor=dict(size=4, styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})',
+        )
+    if unknown := [f"{style!r} of {name!r}" for name, style in styles.items() if style not in STYLES]:
+        raise BadPreset(f"the style {unknown[0]} is not served", seen=f"styles: {', '.join(STYLES)}")
 
 
 def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
@@ -155,8 +194,10 @@ def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         )
     parts = {key: (value if isinstance(value, Mapping) else {"size": value}) for key, value in parallel.items()}
     for key, part in parts.items():
-        unknown = set(part) - ({"size", "mode", "sequence"} if key == "tensor" else {"size", "zero"})
-        numbers = [part.get("size", 0), part.get("zero", 1)]
+        unknown = set(part) - (
+            {"size", "mode", "sequence", "styles"} if key == "tensor" else {"size", "zero", "replicas"}
+        )
+        numbers = [part.get("size", 0), part.get("zero", 1), part.get("replicas", 1)]
         is_wrong = any(isinstance(n, bool) or not isinstance(n, int) for n in numbers)
         if unknown or is_wrong or numbers[0] < 1:
             raise BadPreset(

@@ -85,6 +85,11 @@ class Schedule:
             return Transit(w - 1, back - op, back - self.spans[w - 1][0])
         return Transit(None, back - op, back - op)
 
+    def reduction_goes_on(self, op: int) -> int:
+        """The time at which the next step of that reduction has ended: it runs beside the window after."""
+        w = self.of[op]
+        return 2 * len(self.of) - 1 - self.spans[max(0, w - 2)][0]
+
     def _bucket(self, parameter: fx.Node | None, op: int) -> Span:
         """The ops that read a parameter's bucket; `op` itself for a parameter that no op reads."""
         return (op, op) if parameter is None else self.buckets.get(parameter, (op, op))

@@ -1,9 +1,10 @@
-"""Tensor modes of presets (`presets.py`): how Megatron, 2d, 2.5d and 3d cut the parameters of a graph."""
+"""Tensor modes of presets (`presets.py`): how Megatron, 2d, 2.5d and 3d cut the parameters of a graph, or styles do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.fx as fx
@@ -233,6 +234,67 @@ def _three_d_linear(
     if linear.bias is not None:  # added to the sum over the inner axis, by one device
         found.append((linear.bias, ParameterCut(own, (f"P(sum)@{mesh.axes[inner]}", *own))))
     return found
+
+
+_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")
+_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input")
+_TABLES = {"embedding_rowwise": 0, "embedding_colwise": 1}  # the dim that each cuts
+STYLES = (*_COLUMNS, *_ROWS, *_TABLES, "replicate")
+
+
+def by_styles(
+    graph: Graph, mesh: DeviceMesh, axes: Sequence[int], styles: Mapping[str, str]
+) -> dict[str, ParameterCut]:
+    """Cut the layers that patterns of module names match, each as its style says, along one axis.
+
+    The names of styles are those of transformers: "colwise" cuts the output features of a linear layer, "rowwise" its
+    inputs, and "embedding_rowwise" the vocabulary of a table.
+    """
+    axis = mesh.axes[axes[0]]
+    parts = mesh.shape[axes[0]]
+    found: dict[str, ParameterCut] = {}
+    unmatched = set(styles)
+    for node in graph.nodes:
+        module = info(node).module if info(node).kind == "op" else ""
+        pattern = next((pattern for pattern in styles if module and fnmatchcase(module, pattern)), None)
+        cuts = None if pattern is None else _styled(node, styles[pattern], parts)
+        if pattern is None or cuts is None:
+            continue
+        unmatched.discard(pattern)
+        for name, size, stored, used in cuts:
+            if size % parts:
+                what = f"{name} cannot be cut {styles[pattern]} into {parts} equal parts"
+                raise BadPreset(what, seen=f"a dim of {size}, mesh {mesh}")
+            found.setdefault(name, ParameterCut(tuple(f"{text}@{axis}" for text in stored), (f"{used}@{axis}",)))
+    left = [pattern for pattern in unmatched if styles[pattern] != "replicate"]
+    if left:
+        what = f"the style {styles[left[0]]!r} of {left[0]!r} cuts nothing: no such layer is in the model"
+        raise BadPreset(
+            what, seen=f"{graph.model}", advice="the names of its modules, with * for the number of a layer"
+        )
+    return found
+
+
+def _styled(node: fx.Node, style: str, parts: int) -> list[tuple[str, int, tuple[str, ...], str]] | None:
+    """Parameters of a node that a style cuts: name, size of the dim, placements in storage and in use.
+
+    None where the style is not one for this op.
+    """
+    linear = _linear(node)
+    if style in _TABLES and (table := _table(node)) is not None:
+        text = f"S({_TABLES[style]})"
+        return [(table, type_of(node.kwargs["weight"]).shape[_TABLES[style]], (text,), text)]
+    if linear is None or style not in (*_COLUMNS, *_ROWS):
+        return None
+    if style in _ROWS:
+        text = f"S({linear.summed})"
+        weight = (linear.weight, linear.sizes[0], (text,), text)
+        bias = [] if linear.bias is None else [(linear.bias, 0, (), "P(sum)")]  # added to the sum, by one device
+        return [weight, *bias]
+    by = linear.blocks(parts)
+    texts = [f"S({dim}{by})" for dim in (linear.features, 0)]
+    names = [linear.weight, *([] if linear.bias is None else [linear.bias])]
+    return [(name, linear.sizes[1], (text,), text) for name, text in zip(names, texts, strict=False)]
 
 
 MODES: dict[str, Callable[[Graph, DeviceMesh, Sequence[int]], dict[str, ParameterCut]]] = {

@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-import torch
 
 import autopar
 from autopar.cli import main
@@ -14,9 +13,9 @@ from autopar.commands.batches import Tried, _Search
 from autopar.commands.fitting import Fitting, counts_of
 from autopar.commands.goals import Goal, tokens_of
 from autopar.commands.models import Named
-from autopar.commands.rates import Rates, Work, rates_of
 from autopar.request import Request
 from autopar.sharding.cluster import Cluster
+from autopar.solver.workload import Rates, Workload
 from tests.language import gpt2, zeros
 
 COUNT = 86_976  # parameters of that GPT-2: AdamW's step takes 20 bytes of each
@@ -74,34 +73,23 @@ def test_tokens_are_written_in_several_ways(text, count):
 
 
 def test_days_and_cost_are_those_of_whole_steps_of_all_devices():
-    rates = Rates(expected_s=2.0, amount=1000, unit="tokens", devices=16)
+    rates = Rates(Workload(tokens=1000), devices=16, step_s=2.0)
     goal = Goal(tokens=1_000_500, price=2.5)  # 1001 steps of 2 s
     assert goal.days_of(rates) == pytest.approx(2002 / DAY_S)
     assert goal.cost_of(rates) == pytest.approx(16 * 2.5 * 2002 / 3600)
 
 
 def test_a_goal_takes_the_fewest_devices_that_are_in_time():
-    _, batch, fitting = fitting_of("inf")
-    work = Work.of(batch)
-    assert work == Work(16 * 64, "tokens")
+    *_, fitting = fitting_of("inf")
     held = fitting.fewest(Cluster.of("h100"))
-    alone = rates_of(held.plan, work)
+    alone = held.plan.rates
+    assert (alone.amount, alone.unit) == (16 * 64, "tokens")
     days = 1e9 / alone.per_s / DAY_S
-    met = Goal(1e9, days=0.9 * days).met(fitting, held, work)
+    met = Goal(1e9, days=0.9 * days).met(fitting, held)
     if not met.is_late:  # Where exchange costs more than a second device saves, none is in time.
-        assert met.plan.mesh.size > 1 and Goal(1e9).days_of(rates_of(met.plan, work)) <= 0.9 * days
-    late = Goal(1e9, days=1e-6 * days).met(fitting, held, work)
-    assert late.is_late and Goal(1e9).days_of(rates_of(late.plan, work)) > 1e-6 * days
-
-
-def test_rates_are_of_the_middle_of_the_interval():
-    plan = autopar.plan(gpt2(1), zeros(8, 64), mesh=2, cluster="h100-8x1", accumulation=2)
-    low, high = plan.step_interval_s
-    assert plan.step_time_s < (low + high) / 2  # The sum of formulas is no expectation.
-    rates = rates_of(plan, Work.of(zeros(8, 64)))
-    assert rates.per_s == pytest.approx(2 * 8 * 64 / ((low + high) / 2))
-    assert rates.per_s_device == pytest.approx(rates.per_s / 2)
-    assert Work.of({"pixels": torch.empty(4, 3, 8, 8), "labels": torch.empty(4).long()}) == Work(4, "rows")
+        assert met.plan.mesh.size > 1 and Goal(1e9).days_of(met.plan.rates) <= 0.9 * days
+    late = Goal(1e9, days=1e-6 * days).met(fitting, held)
+    assert late.is_late and Goal(1e9).days_of(late.plan.rates) > 1e-6 * days
 
 
 def test_fit_prints_rows_that_plan_can_make_again(config, capsys):
@@ -159,7 +147,7 @@ def test_few_batches_are_planned_to_find_the_best(config, monkeypatch, best, lar
         return search.tried.setdefault(rows, tried_of(rows) if rows <= largest else Tried(rows))
 
     def tried_of(rows):
-        return Tried(rows, object(), Rates(1.0, round(1e6 * math.exp(-abs(math.log(rows / best)))), "tokens", 2))
+        return Tried(rows, object(), Rates(Workload(tokens=round(1e6 * math.exp(-abs(math.log(rows / best))))), 2, 1.0))
 
     monkeypatch.setattr(_Search, "_plan", plan)
     given = {"mesh": 2, "cluster": "h100-8x1", "memory_budget": "8MiB"}

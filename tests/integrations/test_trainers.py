@@ -169,9 +169,10 @@ def test_a_loss_of_the_users_is_planned_with_the_model(tmp_path):
     from autopar.integrations import huggingface
 
     how = {"max_steps": 2, "gradient_accumulation_steps": 2, "save_strategy": "no"}
-    said = []
-    for kind in (Trainer, huggingface.Trainer):
-        trainer = made(kind, str(tmp_path), 1, how, compute_loss_func=smoothed)
+    said, lines = [], huggingface.LogSteps(every=1)
+    for kind, callbacks in ((Trainer, []), (huggingface.Trainer, [lines])):
+        trainer = made(kind, str(tmp_path), 1, how, compute_loss_func=smoothed, callbacks=callbacks)
         trainer.train()
         said.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
     assert said[0] == pytest.approx(said[1], rel=1e-5) and len(said[0]) == 2
+    assert lines.log.last.step == 2 and lines.log.last.work.tokens == 2 * ROWS * 16  # of two micro-batches

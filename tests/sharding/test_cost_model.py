@@ -7,20 +7,16 @@ the file (a rate and a start) must meet at five sizes.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import resources
 
 import numpy as np
 import pytest
 
 from autopar import Cluster, DeviceMesh
 from autopar.sharding.cluster import Timed
-from autopar.sharding.cost_model import CostModel, Heads, Kernel, Matrices
+from autopar.sharding.cost_model import CostModel, Heads, Kernel
 from autopar.sharding.costs import collective_seconds
-
-
-def product(m, n, k, dtype="bfloat16"):
-    one, moved = np.ones(1), np.array([2.0 * (m * k + n * k + m * n)])
-    sizes = Matrices(one, m * one, n * one, k * one)
-    return Kernel(("mm",), dtype, np.array([2.0 * m * n * k]), moved, moved, is_product=True, matrices=sizes)
+from tests.sharding.world import product
 
 
 @pytest.mark.parametrize("n, published", [(512, 103), (1024, 243), (2048, 515), (4096, 614), (8192, 722)])
@@ -199,7 +195,8 @@ def test_collectives_reach_the_bus_bandwidth_that_nccl_tests_print(name, mesh, k
 
 
 def test_a_file_names_a_source_for_each_kind_of_figure_and_what_it_writes_is_what_it_reads(tmp_path):
-    for name in ("a100", "h100", "h100w500", "h200", "l4", "rtx4090", "generic"):
+    files = resources.files("autopar.sharding").joinpath("clusters").iterdir()
+    for name in (file.name.removesuffix(".json") for file in files if file.name.endswith(".json")):
         cluster = Cluster.of(name)
         figures = {"products": cluster.device.products, "attention": cluster.device.attention}
         figures |= {"memory": cluster.device.reached_bytes_per_s, "hidden": cluster.hidden < 1}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopar import Cluster, DeviceMesh, P, R, S
 from autopar.letters import BadSharding
-from autopar.sharding.placement import Flow, Sharding, every_part_holds_something, local_shape, part
+from autopar.sharding.placement import Flow, Placement, Sharding, every_part_holds_something, local_shape, part
 
 MESH = DeviceMesh((2, 4), ("dp", "tp"))
 
@@ -19,6 +19,20 @@ MESH = DeviceMesh((2, 4), ("dp", "tp"))
 )
 def test_a_sharding_reads_what_it_writes(text):
     assert Sharding.parse(text, MESH).text(MESH.axes) == text
+
+
+@given(st.lists(st.integers(1, 3), max_size=12).map(tuple))
+def test_blocks_read_what_they_write(blocks):
+    assert Placement.parse(repr(S(1, blocks))) == S(1, blocks)
+
+
+def test_many_equal_blocks_are_written_in_short():
+    assert repr(S(1, (4096,) * 16)) == "S(1, blocks=16x4096)"
+    assert repr(S(1, (64,) * 8 + (16, 16))) == "S(1, blocks=(8x64, 16, 16))"
+    assert repr(S(0, (7, 7, 7))) == "S(0, blocks=(7, 7, 7))"
+    for wrong in ("S(1, blocks=0x4)", "S(1, blocks=(x))", "S(1, blocks=(4x)", "S(0, blocks=99999999x1)"):
+        with pytest.raises(BadSharding, match="is not a placement"):
+            Placement.parse(wrong)
 
 
 def test_the_order_of_writing_is_the_order_of_cutting():
@@ -67,7 +81,9 @@ def test_a_mesh_that_cannot_be_is_a_letter(shape, axes):
         DeviceMesh(shape, axes)
 
 
-@pytest.mark.parametrize("name", ["generic", "a100", "h100", "h200", "l4", "rtx4090"])
+@pytest.mark.parametrize(
+    "name", ["generic", "a100", "h100", "h200", "l4", "rtx4090", "gb300", "mi355x", "l40s", "h100pcie"]
+)
 def test_a_cluster_file_says_where_its_figures_are_from(name):
     cluster = Cluster.of(f"{name}-4x2")
     assert (cluster.devices_per_node, cluster.nodes, len(cluster.links)) == (4, 2, 2) and {

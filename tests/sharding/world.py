@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar import Cluster, P, R, S
+from autopar.sharding.cost_model import Kernel, Matrices
 from autopar.sharding.placement import Sharding
 
 CLUSTER = replace(Cluster.of("h100-2x8"), variation=0.0)
@@ -228,3 +229,10 @@ class World:
                         heapq.heappush(heap, (best[to], next(tick), to))
             found.update({(start, t): c for t, c in best.items()})
         return found
+
+
+def product(m, n, k, dtype="bfloat16"):
+    """The kernel of one product of two matrices."""
+    one, moved = np.ones(1), np.array([2.0 * (m * k + n * k + m * n)])
+    sizes = Matrices(one, m * one, n * one, k * one)
+    return Kernel(("mm",), dtype, np.array([2.0 * m * n * k]), moved, moved, is_product=True, matrices=sizes)

@@ -97,7 +97,7 @@ def test_a_step_of_several_calls_counts_them_all():
     assert (four.flops, four.tokens, four.rows) == (4 * one.flops, 4 * one.tokens, 4 * one.rows)
     plan = autopar.plan(*gpt2(), mesh=(2,), accumulation=4, microbatches=2, cluster="a100-8x1", precision="bf16")
     assert plan.workload.tokens == four.tokens and plan.workload.peak_flops_per_s == 312e12
-    assert plan.rates.tokens_per_s_device == pytest.approx(four.tokens / plan.expected_s / 2)
+    assert plan.rates.per_s_device == pytest.approx(four.tokens / plan.expected_s / 2)
     assert plan.rates_at(1.0).mfu == pytest.approx(four.flops / (2 * 312e12))
     assert autopar.Plan.from_dict(plan.to_dict()).rates == plan.rates
 
@@ -135,8 +135,8 @@ def test_mfu_is_that_of_a_published_page(name):
         model = hf.GPT2LMHeadModel(hf.GPT2Config(**shape))
         ids = torch.zeros(1, length, dtype=torch.long)
     work = _of(model, {"input_ids": ids, "labels": ids}, cluster="h100-8x1", precision="bf16")
-    rates = Rates.of(work, 1, length / tokens_per_s)
-    assert rates.tokens_per_s_device == pytest.approx(tokens_per_s)
+    rates = Rates(work, 1, length / tokens_per_s)
+    assert rates.per_s_device == pytest.approx(tokens_per_s)
     # The page counts the table of positions among the products, 1 % of what 65,536 tokens take.
     assert 100 * rates.mfu == pytest.approx(mfu, rel=0.012)
 
@@ -159,5 +159,5 @@ def test_flops_of_causal_attention_are_those_of_a_published_page(name):
         ids = torch.zeros(1, 8192, dtype=torch.long)
     assume = autopar.Assume(no_padding=True)
     work = _of(model, {"input_ids": ids, "labels": ids}, cluster="h100-8x1", precision="bf16", assume=assume)
-    rates = Rates.of(work, 1, 8192 / tokens_per_s)
+    rates = Rates(work, 1, 8192 / tokens_per_s)
     assert 1e-12 * rates.causal_mfu * work.peak_flops_per_s == pytest.approx(tflops, rel=0.01)

@@ -43,7 +43,6 @@ def test_a_plan_is_seen_at_one_look(name):
     low, high = plan.step_interval_s
     assert low <= plan.expected_s <= high
     assert "\n" not in repr(plan) and len(repr(plan)) < 120
-    assert str(plan).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")[:200] in plan._repr_html_()
     if plan.recomputed:
         assert f"{len(plan.recomputed)} values" in str(plan)
 

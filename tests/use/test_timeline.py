@@ -91,6 +91,26 @@ def test_a_profile_names_places_of_the_plan(how, tmp_path):
     assert sum(e["ph"] == "X" for e in data if e["pid"] == 2) == len(ranges)
 
 
+def test_a_trace_has_memory_arrows_and_shardings(tmp_path):
+    plan = planned(**HOW["zero3"])
+    data = json.loads(plan.timeline().save(tmp_path / "step.json").read_text())["traceEvents"]
+    held = [e for e in data if e["ph"] == "C"]
+    assert max(sum(e["args"].values()) for e in held) == pytest.approx(plan.peak_bytes, abs=9)
+    assert [e["ts"] for e in held] == sorted(e["ts"] for e in held) and held[-1]["ts"] <= 1e6 * plan.step_time_s
+    slices = {(e["tid"], e["ts"]): e for e in data if e["ph"] == "X"}
+    ends = {kind: {e["id"]: slices[e["tid"], e["ts"]] for e in data if e["ph"] == kind} for kind in "sf"}
+    assert ends["s"].keys() == ends["f"].keys() and ends["s"]
+    for number, sent in ends["s"].items():
+        source, _, target = sent["name"].partition(" to ")
+        read = ends["f"][number]
+        assert read["name"] == (target if sent["cat"] == "forward" else source) and read["ts"] > sent["ts"]
+    gathered = next(e for e in slices.values() if "all_gather" in e["args"].get("forward", ""))
+    parameter = gathered["name"].partition(" to ")[0]
+    assert gathered["args"]["bytes in full"] == plan.parameter_bytes[parameter]
+    op = next(e for e in slices.values() if e["name"] in plan.decisions and e["args"]["op"] == "linear")
+    assert op["args"]["sharding"] == repr(plan.decisions[op["name"]].choice)
+
+
 def test_without_a_space_or_a_step_there_is_a_letter(tmp_path):
     plan = planned(mesh=(1,))
     with torch.profiler.profile() as nothing:
