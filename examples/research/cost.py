@@ -26,7 +26,7 @@ if __name__ == "__main__":
     for slower in (1, 4, 16, 64):
         links = tuple(replace(link, bytes_per_s=link.bytes_per_s / slower, reached=()) for link in cluster.links)
         plan = autopar.plan(Block(), batch, mesh=(8,), cluster=replace(cluster, links=links), memory_budget="inf")
-        does = str(plan).split("does", 1)[1].splitlines()[0].strip()
+        does = str(plan).split("\nplan ", 1)[1].splitlines()[0].strip()
         steps.append(plan.step_time_s)
         print(f"links {slower:>2} times slower: {plan.step_time_s * 1e6:8.1f} us  {does}")
     assert steps == sorted(steps)

@@ -51,7 +51,7 @@ def test_a_run_is_resumed_where_it_was(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     whole = run("resume.py", ["--steps", "4", "--folder", "whole"], monkeypatch, capsys).splitlines()
     first = run("resume.py", ["--steps", "2", "--folder", "half"], monkeypatch, capsys).splitlines()
-    rest = run("resume.py", ["--steps", "4", "--folder", "half", "--resume"], monkeypatch, capsys).splitlines()
+    rest = run("resume.py", ["--steps", "4", "--folder", "half"], monkeypatch, capsys).splitlines()
     assert first + rest == whole and len(rest) == 2
 
 
