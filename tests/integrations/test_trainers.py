@@ -175,4 +175,4 @@ def test_a_loss_of_the_users_is_planned_with_the_model(tmp_path):
         trainer.train()
         said.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
     assert said[0] == pytest.approx(said[1], rel=1e-5) and len(said[0]) == 2
-    assert lines.log.last.step == 2 and lines.log.last.work.tokens == 2 * ROWS * 16  # of two micro-batches
+    assert lines.log.last.step == 2 and lines.log.last.rates.workload.tokens == 2 * ROWS * 16  # of two micro-batches
