@@ -41,9 +41,7 @@ def checkpoints(run: Path) -> dict[int, Path]:
     """The complete checkpoints of a run by step, the first step first."""
     found = dict[int, Path]()
     if run.is_dir():
-        for path in sorted(
-            run.iterdir()
-        ):  # Names that begin with a dot come first, so that a folder in its place counts.
+        for path in sorted(run.iterdir()):  # Names with a dot come first, so that a folder in its place counts.
             if (name := _STEP.fullmatch(path.name)) and is_complete(path):
                 found[int(name[1])] = path
     return dict(sorted(found.items()))

@@ -232,9 +232,11 @@ def _found(folder: Path) -> Path | None:
     there = checkpoints(folder)
     if there:
         return there[max(there)]
-    siblings = checkpoints(folder.parent)
-    if folder.name.startswith("step-") and siblings:
+    if folder.name.startswith("step-"):  # Who names a checkpoint does not want to start without it.
+        there = checkpoints(folder.parent)
         raise BadWeights(
-            f"{folder} is not a complete checkpoint", seen=f"complete: {', '.join(p.name for p in siblings.values())}"
+            f"{folder} is not a complete checkpoint",
+            seen=f"complete: {', '.join(path.name for path in there.values()) or 'none'}",
+            advice=f"autopar.load({str(folder.parent)!r}, ...), which takes the newest, or starts at step 0",
         )
     return None

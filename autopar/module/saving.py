@@ -100,6 +100,8 @@ def save(
 
 
 def _checked(folder: str | Path, step: int, keep: int | None) -> Path:
+    if not str(folder):
+        raise NotServed("autopar.save was given no folder", advice='autopar.save("checkpoints", model, step=step + 1)')
     if "://" in str(folder):
         raise NotServed(
             f"autopar.save to {folder}, which is not a folder of a file system",

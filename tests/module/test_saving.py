@@ -310,6 +310,8 @@ WRONG = {
     "no scaler": (lambda f, m: autopar.load(f, m, scaler=torch.amp.GradScaler("cpu")), "has no scaler"),
     "a value for an object": (lambda f, m: autopar.load(f, m, epoch=0), r"autopar.load\(...\).more\['epoch'\]"),
     "no such step": (lambda f, m: autopar.load(f / "step-9", m), "step-9 is not a complete checkpoint\n.*step-1"),
+    "a step of no run": (lambda f, m: autopar.load(f / "b" / "step-3", m), "not a complete checkpoint\n.*none"),
+    "no folder": (lambda f, m: autopar.save("", m, step=1), "was given no folder"),
     "in other groups": (
         lambda f, m: autopar.load(f, m, other_groups(m)) if autopar.save(
             f, m, torch.optim.SGD([{"params": [m.bias]}, {"params": [m.weight]}], lr=0.1), step=2
