@@ -13,12 +13,12 @@ from autopar.graph.nodes import tensor_operands
 from autopar.ops.entry import facts_of
 from autopar.request import Request
 from autopar.sharding.notation import Binding
-from autopar.solver.workload import Workload
+from autopar.solver.workload import StepWork
 from autopar.space.bindings import Bindings
 from autopar.space.product_roles import loops_of, multiplied
 
 
-def workload_of(graph: Graph, request: Request) -> Workload:
+def workload_of(graph: Graph, request: Request) -> StepWork:
     """The workload of a graph of the whole batch of a call."""
     bindings = Bindings.of(graph, strict=False)
     by_dtype, causal = defaultdict[str, float](float), 0.0
@@ -31,7 +31,7 @@ def workload_of(graph: Graph, request: Request) -> Workload:
     dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")
     inputs = {name: type_of(node).shape for name, node in graph.inputs.items()}
     device = request.hardware.device
-    return Workload(
+    return StepWork(
         graph.model,
         sum(math.prod(type_of(node).shape) for node in graph.parameters.values()),
         inputs,

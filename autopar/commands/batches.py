@@ -17,7 +17,7 @@ from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.figures import aligned, size, time
 from autopar.solver.plan import Plan
-from autopar.solver.workload import Rates
+from autopar.solver.workload import StepRates
 
 log = logging.getLogger("autopar")
 
@@ -27,7 +27,7 @@ class Tried(NamedTuple):
 
     rows: int
     plan: Plan | None = None
-    rates: Rates | None = None
+    rates: StepRates | None = None
 
     @property
     def per_s(self) -> float:
@@ -42,7 +42,7 @@ def best_batch(named: Named, given: Mapping[str, Any]) -> tuple[list[Tried], Pla
     """
     if named.name.partition(":")[0].endswith(".py"):
         raise NoModel("batch=auto is of a configuration: a file.py gives its own inputs", advice="x=8x512, in numbers")
-    search = _Search(named, given)
+    search = _BatchSearch(named, given)
     search.double()
     search.refine()
     best = search.best
@@ -76,7 +76,7 @@ def _cells(tried: Tried, is_best: bool) -> tuple[str, ...]:
     return str(tried.rows), *cells, "taken" if is_best else ""
 
 
-class _Search:
+class _BatchSearch:
     """The search for a batch. Each is planned once, to within a few percent."""
 
     def __init__(self, named: Named, given: Mapping[str, Any]) -> None:

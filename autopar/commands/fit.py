@@ -7,14 +7,14 @@ import json
 from typing import Any
 
 from autopar.commands.clusters import cluster_of, notes_of
-from autopar.commands.fitting import Fitting, Held
+from autopar.commands.fitting import Fitting, KindFit
 from autopar.commands.goals import Goal
 from autopar.commands.models import Named, count_of
 from autopar.commands.planning import number_or_name
 from autopar.request import Request
 from autopar.solver.figures import aligned, time
 from autopar.solver.plan import Plan
-from autopar.solver.workload import Rates
+from autopar.solver.workload import StepRates
 from autopar.workload import workload_of
 
 _GIB = 2**30
@@ -34,7 +34,7 @@ def fit(asked: argparse.Namespace) -> int:
         compile=asked.compile,
     )
     fitting = Fitting(request, request.trace(model, inputs))
-    work = Rates(workload_of(fitting.graph, request), 1, 0.0)
+    work = StepRates(workload_of(fitting.graph, request), 1, 0.0)
     rows = [fitting.fewest(kind) for kind in kinds]
     if goal is not None:
         rows = [goal.met(fitting, held) for held in rows]
@@ -59,7 +59,7 @@ _SAID = (
 )
 
 
-def _text(rows: list[Held], unit: str, goal: Goal | None) -> list[str]:
+def _text(rows: list[KindFit], unit: str, goal: Goal | None) -> list[str]:
     """Two tables: what devices do, and what they hold."""
     head = ["cluster", "devices", "mesh", "micro-batches", "recompute", "step", f"{unit}/s", "a device"]
     if goal is not None:
@@ -71,19 +71,19 @@ def _text(rows: list[Held], unit: str, goal: Goal | None) -> list[str]:
     return [*said, "", *aligned(held_head, (_holds(held, held.plan, kinds) for held in fitting if held.plan))]
 
 
-def _in_vain(held: Held) -> str:
+def _in_vain(held: KindFit) -> str:
     """A line about the numbers of devices on which no plan was found."""
     if not held.refused:
         return f"{held.kind.name}: no number of devices that shares the rows has room for what any plan keeps"
     return f"{held.kind.name}: no plan was found on {', '.join(map(str, held.refused))} devices"
 
 
-def _late(held: Held) -> str:
+def _late(held: KindFit) -> str:
     """A line about a goal that no number of devices reaches."""
     return f"{held.kind.name}: no number of devices that shares the rows is in time; a larger batch shares among more"
 
 
-def _does(held: Held, goal: Goal | None) -> tuple[str, ...]:
+def _does(held: KindFit, goal: Goal | None) -> tuple[str, ...]:
     plan = held.plan
     columns = 6 + (goal is not None) + (goal is not None and goal.price is not None)
     if plan is None:
@@ -101,7 +101,7 @@ def _does(held: Held, goal: Goal | None) -> tuple[str, ...]:
     return tuple(cells)
 
 
-def _holds(held: Held, plan: Plan, kinds: list[str]) -> tuple[str, ...]:
+def _holds(held: KindFit, plan: Plan, kinds: list[str]) -> tuple[str, ...]:
     each = [plan.memory.get(kind, 0) for kind in kinds]
     parts = [*each, plan.peak_bytes - sum(each), held.room, plan.peak_bytes]
     return held.kind.name, str(plan.mesh.size), *(f"{n / _GIB:.2f}" for n in parts)
@@ -118,7 +118,7 @@ def _command(asked: argparse.Namespace, plan: Plan) -> str:
     return " ".join([*said, *(["--compile"] if asked.compile else [])])
 
 
-def _data(held: Held, goal: Goal | None) -> dict[str, Any]:
+def _data(held: KindFit, goal: Goal | None) -> dict[str, Any]:
     """A row as JSON."""
     plan = held.plan
     found: dict[str, Any] = {

@@ -30,7 +30,7 @@ from autopar.workload import workload_of
 log = logging.getLogger("autopar")
 
 
-class Held(NamedTuple):
+class KindFit(NamedTuple):
     """A kind of device, and the plan on the fewest that hold a step; None where no number that was tried does."""
 
     kind: Cluster
@@ -65,7 +65,7 @@ class Fitting:
     def counts(self, kind: Cluster) -> Iterator[int]:
         return counts_of(rows_of_batch(self.graph), kind.devices_per_node)
 
-    def fewest(self, kind: Cluster) -> Held:
+    def fewest(self, kind: Cluster) -> KindFit:
         """The plan on the fewest devices of a kind that hold a step."""
         room = self._on(kind, 1).budget
         refused = dict[int, float]()  # the smallest plan of each number of devices that holds no plan
@@ -73,11 +73,11 @@ class Fitting:
             if self._needs(kind).least / devices > room or _is_hopeless(refused, devices, room):
                 continue
             try:
-                return Held(kind, room, self.on(kind, devices), tuple(refused))
+                return KindFit(kind, room, self.on(kind, devices), tuple(refused))
             except Infeasible as e:
                 refused[devices] = e.smallest
                 log.info("%s: %d devices hold no plan: %s", kind.name, devices, e.seen.partition(";")[0])
-        return Held(kind, room, None, tuple(refused))
+        return KindFit(kind, room, None, tuple(refused))
 
     def on(self, kind: Cluster, devices: int) -> Plan:
         """The plan on so many devices of a kind, with the micro-batches that it needs; raises `Infeasible`."""

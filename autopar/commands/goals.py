@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from autopar.commands.fitting import Fitting, Held
+from autopar.commands.fitting import Fitting, KindFit
 from autopar.letters import Infeasible, Letter
-from autopar.solver.workload import Rates
+from autopar.solver.workload import StepRates
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
@@ -33,20 +33,20 @@ class Goal:
                 raise Letter(f"{name} {given:g} is not more than 0")
         return None if tokens is None else Goal(tokens_of(tokens), days, price)
 
-    def days_of(self, rates: Rates) -> float:
+    def days_of(self, rates: StepRates) -> float:
         """The days that a number of devices takes; a step that was begun is ended."""
         steps = math.ceil(self.tokens / rates.amount)
         return timedelta(seconds=steps * rates.step_s) / timedelta(days=1)
 
-    def cost_of(self, rates: Rates) -> float | None:
+    def cost_of(self, rates: StepRates) -> float | None:
         """The cost of the devices for these days; None without a price."""
         return None if self.price is None else 24 * self.days_of(rates) * rates.devices * self.price
 
-    def met(self, fitting: Fitting, held: Held) -> Held:
+    def met(self, fitting: Fitting, held: KindFit) -> KindFit:
         """The plan on the fewest devices that take no more than the days; a late one where no number does."""
         if held.plan is None or self.days is None:
             return held
-        search = _Search(self, fitting, held)
+        search = _GoalSearch(self, fitting, held)
         return search.run()
 
 
@@ -59,13 +59,13 @@ def tokens_of(text: str) -> float:
     return count
 
 
-class _Search:
+class _GoalSearch:
     """The search for the fewest devices of a kind that reach a goal.
 
     It begins at the number that would do if devices added up from the fewest that hold a step.
     """
 
-    def __init__(self, goal: Goal, fitting: Fitting, held: Held) -> None:
+    def __init__(self, goal: Goal, fitting: Fitting, held: KindFit) -> None:
         assert held.plan is not None
         self.goal = goal
         self.fitting = fitting
@@ -74,7 +74,7 @@ class _Search:
         self.counts = [n for n in fitting.counts(held.kind) if n >= least]
         self.plans: dict[int, Any] = {least: held.plan}
 
-    def run(self) -> Held:
+    def run(self) -> KindFit:
         """The plan that reaches the goal, or the fastest that was found."""
         wanted = self._days(self.counts[0]) / self._limit * self.counts[0]
         at = next((k for k, n in enumerate(self.counts) if n >= wanted), len(self.counts) - 1)

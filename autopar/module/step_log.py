@@ -33,7 +33,7 @@ from autopar.solver.figures import between, size
 from autopar.solver.figures import time as time_of
 from autopar.solver.plan import Plan
 from autopar.solver.summary import passes_in_words
-from autopar.solver.workload import Rates, Workload
+from autopar.solver.workload import StepRates, StepWork
 
 _FOLDER = "autopar"  # under which a writer shows the figures
 
@@ -52,7 +52,7 @@ class Reached:
 
     step: int
     values: Mapping[str, float]  # numbers that `step` was given
-    rates: Rates  # seconds and rates of the median step; zero before a step has both its ends
+    rates: StepRates  # seconds and rates of the median step; zero before a step has both its ends
     peak_bytes: int | None  # the most bytes that torch had allocated on rank 0's GPU; None without one
     expected: Expected | None  # None where that step is not the one that was planned
 
@@ -194,7 +194,7 @@ class StepLog:
         return Reached(
             self.steps,
             values,
-            Rates(work, plan.mesh.size, seconds),
+            StepRates(work, plan.mesh.size, seconds),
             torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             Expected(plan.expected_s, plan.step_interval_s, plan.peak_bytes) if is_planned else None,
         )
@@ -210,7 +210,7 @@ class StepLog:
         self._hook.remove()
 
 
-def _work_of(calls: Sequence[Plan], plan: Plan) -> Workload:
+def _work_of(calls: Sequence[Plan], plan: Plan) -> StepWork:
     """The work of a step that made these calls, each named by the plan that it ran under."""
     parts = [(call.workload, call.accumulation) for call in calls]
     return replace(

@@ -24,7 +24,7 @@ from autopar.sharding.strategies import Choice, Strategy, gradients, values
 from autopar.solver import folding
 from autopar.solver.decision import Conversion, Decision, states_of
 from autopar.solver.record import Record, record_of
-from autopar.solver.workload import Workload
+from autopar.solver.workload import StepWork
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
@@ -54,7 +54,7 @@ _LEFT_OUT: dict[str, Any] = {
     "needed": {},
     "unaligned": {},
     "passing": {},
-    "workload": Workload(),
+    "workload": StepWork(),
 }
 # The values of attributes that files of older releases lack.
 _LATER = {"window_bytes": 25 * 2**20, "first_peak_bytes": 0, "suspected": (), "stopped": (), "sources": {}}

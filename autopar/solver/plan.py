@@ -27,7 +27,7 @@ from autopar.solver.lanes import Event
 from autopar.solver.profiled import StepTimeline
 from autopar.solver.record import Record
 from autopar.solver.trace import told_of
-from autopar.solver.workload import Rates, Workload
+from autopar.solver.workload import StepRates, StepWork
 from autopar.space.space import StoragePolicy
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ class Plan:
     suspected: tuple[tuple[str, str], ...] = ()
     # searches that were stopped before their end, after work that was counted: the gap says what they left open
     stopped: tuple[str, ...] = ()
-    workload: Workload = field(
-        default_factory=Workload, repr=False
+    workload: StepWork = field(
+        default_factory=StepWork, repr=False
     )  # What a step computes; files of older releases do not say.
     # Text about the values that the certificate of the lowered program leaves untyped. Not written to files.
     untyped: str = field(default="", repr=False, compare=False)
@@ -181,13 +181,13 @@ class Plan:
         return self.step_time_s * middle(self.sources)
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> StepRates:
         """Rows and tokens a second, and MFU, of a step that takes as long as is expected."""
         return self.rates_at(self.expected_s)
 
-    def rates_at(self, step_s: float) -> Rates:
+    def rates_at(self, step_s: float) -> StepRates:
         """Rows and tokens a second, and MFU, of a step that takes so many seconds, as one that was measured."""
-        return Rates(self.workload, self.mesh.size, step_s)
+        return StepRates(self.workload, self.mesh.size, step_s)
 
     @property
     def step_interval_s(self) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from autopar.sharding.placement import Placement
 from autopar.solver.decision import Decision, Regathered
 from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
-from autopar.solver.workload import Rates
+from autopar.solver.workload import StepRates
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan
@@ -138,7 +138,7 @@ def speed_of(plan: Plan) -> str:
     return f"{said}, {passes}" if passes else said
 
 
-def passes_in_words(rates: Rates) -> str:
+def passes_in_words(rates: StepRates) -> str:
     """Tokens or rows a second and a device, and MFU; "" where the work is not known."""
     work = rates.workload
     if not work.rows or not rates.step_s:

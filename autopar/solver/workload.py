@@ -1,4 +1,4 @@
-"""`Workload`: what a step computes whatever plan it follows, and `Rates`: how fast a plan computes it."""
+"""`StepWork`: what a step computes whatever plan it follows, and `StepRates`: how fast a plan computes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class StepWork:
     """The model, the batch of one optimizer step and its FLOPs, and the peak of the devices that compute it.
 
     `flops` are those of the model's products, forward and backward, without anything that is recomputed. Attention
@@ -31,10 +31,10 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class StepRates:
     """What a step of so many seconds on so many devices reaches."""
 
-    workload: Workload
+    workload: StepWork
     devices: int
     step_s: float
 

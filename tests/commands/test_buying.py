@@ -9,13 +9,13 @@ import pytest
 
 import autopar
 from autopar.cli import main
-from autopar.commands.batches import Tried, _Search
+from autopar.commands.batches import Tried, _BatchSearch
 from autopar.commands.fitting import Fitting, counts_of
 from autopar.commands.goals import Goal, tokens_of
 from autopar.commands.models import Named
 from autopar.request import Request
 from autopar.sharding.cluster import Cluster
-from autopar.solver.workload import Rates, Workload
+from autopar.solver.workload import StepRates, StepWork
 from tests.language import gpt2, zeros
 
 COUNT = 86_976  # parameters of that GPT-2: AdamW's step takes 20 bytes of each
@@ -73,7 +73,7 @@ def test_tokens_are_written_in_several_ways(text, count):
 
 
 def test_days_and_cost_are_those_of_whole_steps_of_all_devices():
-    rates = Rates(Workload(tokens=1000), devices=16, step_s=2.0)
+    rates = StepRates(StepWork(tokens=1000), devices=16, step_s=2.0)
     goal = Goal(tokens=1_000_500, price=2.5)  # 1001 steps of 2 s
     assert goal.days_of(rates) == pytest.approx(2002 / DAY_S)
     assert goal.cost_of(rates) == pytest.approx(16 * 2.5 * 2002 / 3600)
@@ -147,11 +147,13 @@ def test_few_batches_are_planned_to_find_the_best(config, monkeypatch, best, lar
         return search.tried.setdefault(rows, tried_of(rows) if rows <= largest else Tried(rows))
 
     def tried_of(rows):
-        return Tried(rows, object(), Rates(Workload(tokens=round(1e6 * math.exp(-abs(math.log(rows / best))))), 2, 1.0))
+        return Tried(
+            rows, object(), StepRates(StepWork(tokens=round(1e6 * math.exp(-abs(math.log(rows / best))))), 2, 1.0)
+        )
 
-    monkeypatch.setattr(_Search, "_plan", plan)
+    monkeypatch.setattr(_BatchSearch, "_plan", plan)
     given = {"mesh": 2, "cluster": "h100-8x1", "memory_budget": "8MiB"}
-    search = _Search(Named(config, "batch=auto,seq=64"), given)
+    search = _BatchSearch(Named(config, "batch=auto,seq=64"), given)
     search.double()
     search.refine()
     assert search.best.rows == best and len(search.tried) <= 12

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.request import Request
-from autopar.solver.workload import Rates
+from autopar.solver.workload import StepRates
 from autopar.workload import workload_of
 from tests.golden.cases import Pictures
 
@@ -135,7 +135,7 @@ def test_mfu_is_that_of_a_published_page(name):
         model = hf.GPT2LMHeadModel(hf.GPT2Config(**shape))
         ids = torch.zeros(1, length, dtype=torch.long)
     work = _of(model, {"input_ids": ids, "labels": ids}, cluster="h100-8x1", precision="bf16")
-    rates = Rates(work, 1, length / tokens_per_s)
+    rates = StepRates(work, 1, length / tokens_per_s)
     assert rates.per_s_device == pytest.approx(tokens_per_s)
     # The page counts the table of positions among the products, 1 % of what 65,536 tokens take.
     assert 100 * rates.mfu == pytest.approx(mfu, rel=0.012)
@@ -159,5 +159,5 @@ def test_flops_of_causal_attention_are_those_of_a_published_page(name):
         ids = torch.zeros(1, 8192, dtype=torch.long)
     assume = autopar.Assume(no_padding=True)
     work = _of(model, {"input_ids": ids, "labels": ids}, cluster="h100-8x1", precision="bf16", assume=assume)
-    rates = Rates(work, 1, 8192 / tokens_per_s)
+    rates = StepRates(work, 1, 8192 / tokens_per_s)
     assert 1e-12 * rates.causal_mfu * work.peak_flops_per_s == pytest.approx(tflops, rel=0.01)
