@@ -54,6 +54,13 @@ def _same_numbers_every_time():
 
 
 @pytest.fixture(autouse=True)
+def _no_level_of_a_command_outlives_its_test():
+    """A command with --quiet sets the level of the process, as a command may."""
+    yield
+    logging.getLogger("autopar").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
 def _no_world_outlives_its_test():
     yield
     if dist.is_initialized():  # a world of one, that autoparallelize started
