@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from autopar.codegen.accumulated import add_up
 from autopar.codegen.freeing_calls import from_a_list
 from autopar.codegen.halves import extract
 from autopar.kernels.buffer_reuse import pure
@@ -68,6 +69,8 @@ def as_list(*values: Tensor) -> list[Tensor]:
 def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.GraphModule:
     """Replace every run of torch's own ops in a half by one compiled call.
 
+    Additions to the sums of micro-batches cut no run: they come behind the run that makes their gradients.
+
     before    a = mm(x, w);  b = gelu(a);  c = all_reduce(b, axis);  d = mul(c, c);  e = add(d, c)
     after     b = run_0([x, w])[0];  c = all_reduce(b, axis);  e = run_1([c])[0]
     """
@@ -76,6 +79,7 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
     copies: dict[fx.Node, fx.Node] = {}
     held: dict[str, object] = {str(n.target): getattr(module, str(n.target)) for n in source.find_nodes(op="get_attr")}
     run: list[fx.Node] = []
+    additions: list[fx.Node] = []
 
     def close() -> None:
         """Write the collected run as one call, or as it is where it is too short."""
@@ -97,12 +101,17 @@ def compile_between_collectives(module: fx.GraphModule, backend: str) -> fx.Grap
             called = made.call_module(name, (given,))
             for k, node in enumerate(outputs):
                 copies[node] = made.call_function(operator.getitem, (called, k))
+        for node in additions:
+            copies[node] = made.node_copy(node, copies.__getitem__)
         run.clear()
+        additions.clear()
 
     for node in source.nodes:
         is_op = isinstance(node.target, OpOverload) and node.op == "call_function"
         if is_op or (node.target is operator.getitem and node.args[0] in run):
             run.append(node)
+        elif node.target is add_up:
+            additions.append(node)
         else:
             close()
             copies[node] = made.node_copy(node, copies.__getitem__)

@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar.codegen.accumulated import into_sums, waiting_dtypes
 from autopar.codegen.bound_calls import by_bindings, keep_for_backward
 from autopar.codegen.buffers import is_view
 from autopar.codegen.compiled import compile_between_collectives
@@ -78,6 +79,7 @@ class Halves:
         if key not in self.modules:
             graph = getattr(self.joint, name)
             graph = for_arrived(graph, arrived) if arrived else graph
+            graph = into_sums(graph, self.joint) if name == "hold" else graph
             if is_watched:
                 graph = with_ranges(graph, "forward" if name == "forward" else "backward", self.places)
             self.modules[key] = self._bound(name, graph)
@@ -100,6 +102,14 @@ class Halves:
         Results that depend on none of these are None.
         """
         return self._module(name, () if all(arrived) else arrived, self._is_watched).forward
+
+    def hold(self, sums: Sequence[Tensor | None], given: list[Any], arrived: tuple[bool, ...]) -> list[Tensor | None]:
+        """Backward of a micro-batch, from a list of operands that is emptied.
+
+        Gradients that wait are added to their sums in place, and the results at `joint.waits` are the new sums.
+        """
+        given[:0] = sums
+        return list(self.half("hold", arrived)(given))
 
     def forward(self, *primals: Any) -> Sequence[Tensor]:
         """Outputs, then the values saved for backward."""
@@ -169,23 +179,16 @@ class Settlement:
         self.halves = halves
         joint = halves.joint
         self.names = [names[joint.gradients[i]] for i in joint.waits]
-        held = list(joint.hold.output_node().args[0])
-        ends = list(joint.settle.output_node().args[0])
         self.given_dtypes = [n.meta["val"].dtype for n in joint.settle.find_nodes(op="placeholder")]
-        # the wider of the dtypes in which a gradient waits and in which it is stored
-        self.waiting_dtypes = [
-            torch.promote_types(held[i].meta["val"].dtype, end.meta["val"].dtype)
-            for i, end in zip(joint.waits, ends, strict=True)
-        ]
+        self.waiting_dtypes = waiting_dtypes(joint)
 
     def settle(self, totals: list[Tensor | None]) -> list[Tensor | None]:
         """Reduce the accumulated gradients, from a list that is emptied; None where none has accumulated."""
         places = self.halves.joint.settled_from
         waited = {place: total for place, total in zip(places, totals, strict=True) if total is not None}
-        given = [waited[k].to(dtype) if k in waited else None for k, dtype in enumerate(self.given_dtypes)]
         has_waited = [total is not None for total in totals]
-        totals.clear()  # `given` alone holds the sums now, and is emptied as they are used
-        waited.clear()
+        totals.clear()  # `waited` alone holds the sums now: each ends once it is cast, or used
+        given = [waited.pop(k).to(dtype) if k in waited else None for k, dtype in enumerate(self.given_dtypes)]
         settled = self.halves.half("settle", tuple(g is not None for g in given))(given)
         return [gradient if has else None for gradient, has in zip(settled, has_waited, strict=True)]
 
@@ -249,19 +252,21 @@ class Runner:
 
     def _held(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """The gradients; those of parameters are added to waiting ones, and are reduced unless `waits`."""
-        return self._waited(list(self.halves.half("hold", arrived)(given)), waits)
+        found = self.halves.hold(self.waiting.sums(self), given, arrived)
+        self.waiting.of[self] = self._taken_out(found)
+        return found if waits else self._with_settled(found)
 
-    def _waited(self, found: list[Tensor | None], waits: bool) -> list[Tensor | None]:
-        """Add unreduced gradients to what waits; unless it `waits` on, the sums come out reduced."""
-        places = self.joint.waits
-        fresh = [found[i] for i in places]
-        for i in places:
+    def _taken_out(self, found: list[Tensor | None]) -> list[Tensor | None]:
+        """Those of the gradients that wait; None takes their places."""
+        taken = [found[i] for i in self.joint.waits]
+        for i in self.joint.waits:
             found[i] = None
-        self.waiting.add(self, fresh)
-        del fresh
-        if not waits:
-            for i, gradient in zip(places, self.waiting.settled(self), strict=True):
-                found[i] = gradient
+        return taken
+
+    def _with_settled(self, found: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients with the reduced sums of those that have waited."""
+        for i, gradient in zip(self.joint.waits, self.waiting.settled(self), strict=True):
+            found[i] = gradient
         return found
 
     def _with_others(self, found: list[Tensor | None]) -> list[Tensor | None]:

@@ -64,7 +64,7 @@ class InTurns(Runner):
     def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
         """Outputs, then what the ending saves for backward, then the gradients that turns have added up."""
         primals = list(given)
-        totals: list[Tensor | None] = []
+        totals: list[Tensor | None] = [None] * len(self.joint.waits)
         left: list[list[Tensor]] = []
         for turn in range(self.turns.size):
             self.turns.index = turn
@@ -77,7 +77,7 @@ class InTurns(Runner):
                 outputs[at] = outputs[at].clone()
             left.append(outputs)
             saved.append(torch.ones_like(outputs[self.joint.differentiable[0]]))
-            self._add(totals, list(self.halves.half("hold", (True,))(saved)))
+            totals = self.halves.hold(totals, saved, (True,))
         return self._ended(left, totals)
 
     def _rows(self, primal: Tensor, place: int) -> Tensor:
@@ -86,16 +86,6 @@ class InTurns(Runner):
             return primal
         count = primal.shape[0] // self.turns.size
         return primal.narrow(0, self.turns.index * count, count)
-
-    def _add(self, totals: list[Tensor | None], fresh: list[Tensor | None]) -> None:
-        """Add the gradients of a turn to the totals, in the dtype in which they wait."""
-        dtypes = dict(zip(self.joint.waits, self.settlement.waiting_dtypes, strict=True))
-        if not totals:
-            totals += [g if g is None else g.to(dtypes.get(i, g.dtype)) for i, g in enumerate(fresh)]
-            return
-        for total, gradient in zip(totals, fresh, strict=True):
-            if total is not None and gradient is not None:
-                total += gradient
 
     def _ended(self, left: list[list[Tensor]], totals: list[Tensor | None]) -> list[Tensor]:
         """Results of the ending, and of the turns: rows concatenated, other results of the last turn."""
@@ -133,12 +123,15 @@ class InTurns(Runner):
         (scale,) = self.end.half("backward", arrived)(first)
         assert scale is not None
         held.reverse()
-        found: list[Tensor | None] = []
-        for is_there in has:
-            total = held.pop() if is_there else None
-            found.append(None if total is None else total * scale.to(total.dtype))
-        found = self._waited(found, waits)
-        return found if waits else self._with_others(found)
+        found = [_last_scaled(held, scale) if is_there else None for is_there in has]
+        self.waiting.add(self, self._taken_out(found))
+        return found if waits else self._with_others(self._with_settled(found))
+
+
+def _last_scaled(totals: list[Tensor], scale: Tensor) -> Tensor:
+    """The last of the totals, which leaves the list, times the scale."""
+    total = totals.pop()
+    return total * scale.to(total.dtype)
 
 
 def _added_up(values: Sequence[Tensor]) -> Tensor:

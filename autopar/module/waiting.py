@@ -38,6 +38,10 @@ class Waiting:
             elif gradient is not None:
                 total += gradient
 
+    def sums(self, runner: Runner) -> list[Tensor | None]:
+        """The sums that wait in a program; None for a gradient of which nothing waits."""
+        return self.of.get(runner) or [None] * len(runner.settlement.names)
+
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """Inside the block nothing waits and gradients are reduced at once; afterwards all is as before."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import TensorType, info, op_name, type_of
+from autopar.space import gradient_pieces
 from autopar.space.gradient_buckets import GradientBuckets, is_always
+from autopar.space.gradient_pieces import GradientBytes, GradientTimes, Span
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes
 from autopar.space.memory import Converted, Merged, Piece, Readers, View, Viewed
@@ -86,7 +88,7 @@ class EdgePieces:
             edges, over, backs = zip(*uses, strict=True)
             owner, settled = self.owners[value], self.clock.settled
             waits = owner in self.buckets.wait
-            spans = [(min(backs) + 1, settled - 1 if waits else self.buckets.closes[owner] - 1)]
+            spans = [(min(backs) + 1, max(backs) if waits else self.buckets.closes[owner] - 1)]
             spans += [(0, settled)] * (waits + (waits and self.buckets.adds_twice))
             spans = [span for span in spans if span[0] <= span[1]]
             if len(edges) > 1:
@@ -258,33 +260,32 @@ class EdgePieces:
                 self.uses.setdefault(passage.value, []).append((passage.index, over, back))
             whole = self.bytes.once(("grows", width), (tables,), lambda: _growing(tables, width))
         self._put("gradients", passage, cut, back, back)
-        if owner not in self.buckets.wait:
-            closes = full
-            if self._is_turned(passage):  # Such a gradient is reduced at once, not with its bucket.
-                closes = back
-                sums, whole = self.bytes.once("apart", (whole, tables), lambda: _divided_by(tables.is_sum, whole))
-                self._put("gradients", passage, sums, back, back)
-            elif not self._enters(passage):
-                cuts = self.bytes.once(("cuts", width), (tables,), lambda: _cut_parts(tables, stored))
-                self._put("gradients", passage, cuts, back + 1, full - 1)
-            self._put("gradients", passage, whole, back, full - 1)
-            self._put("gradients", passage, packed, max(back, closes), max(back, closes))
-            self._put("gradients", passage, scattered, closes, max(closes, reduced))
-            self._put("gradients", passage, tables.between, closes, goes_on)
+        is_turned = self._is_turned(passage)
+        cuts = np.zeros_like(stored)
+        if not (is_turned or self._enters(passage)):
+            cuts = self.bytes.once(("cuts", width), (tables,), lambda: _cut_parts(tables, stored))
+        sums, others = self.bytes.once("apart", (whole, tables), lambda: _divided_by(tables.is_sum, whole))
+        fresh = self.bytes.once("fresh", pair, lambda: np.where(tables.is_sum, stored, 0.0))
+        came = self.lifetimes.parameters.reduced_in.get(passage.value, passage.type.itemsize)
+        widens = max(1.0, type_of(owner).itemsize / came)
+        nbytes = GradientBytes(tables.is_sum, sums, others, cuts, packed, scattered, tables.between, fresh, widens)
+        times = GradientTimes(back, full, is_turned, reduced, goes_on, self.clock.settled)
+        for span in self._on_the_way(owner, nbytes, times, in_each):
+            self._put("gradients", passage, *span)
+
+    def _on_the_way(
+        self, owner: fx.Node, nbytes: GradientBytes, times: GradientTimes, in_each: np.ndarray
+    ) -> Iterator[Span]:
+        """Bytes of a gradient and of its sum over micro-batches; `in_each` marks choices of the giver."""
+        buckets = self.buckets
+        if owner not in buckets.wait:
+            yield from gradient_pieces.reduced(nbytes, times, buckets.accumulates)
             return
-        settled = self.clock.settled
-        # reduced in each micro-batch; else it waits as it comes
-        waits = np.where(in_each & tables.is_sum, np.minimum(whole, stored), whole)
-        self._put("gradients", passage, waits, 0, settled)
-        if self.buckets.adds_twice:
-            self._put("gradients", passage, waits, 0, settled)
-        # The gradient of this micro-batch exists beside the sum of the earlier ones.
-        self._put("gradients", passage, np.where(in_each, whole, 0.0), back, full - 1)
-        self._put("gradients", passage, np.where(in_each, packed, 0.0), max(back, full), max(back, full))
-        self._put("gradients", passage, np.where(in_each, scattered, 0.0), full, max(full, reduced))
-        self._put("gradients", passage, np.where(in_each, tables.between, 0.0), full, goes_on)
-        self._put("gradients", passage, np.where(in_each, waits, 0.0), full, settled - 1)
-        self._put("gradients", passage, np.where(in_each, 0.0, waits), back, settled - 1)
+        if in_each.any():
+            yield from gradient_pieces.where(in_each, gradient_pieces.reduced(nbytes, times, accumulates=True))
+            yield from gradient_pieces.where(in_each, gradient_pieces.summed(nbytes, times, buckets.adds_twice))
+        is_first = times.full == buckets.first_to_settle
+        yield from gradient_pieces.where(~in_each, gradient_pieces.waiting(nbytes, times, buckets.adds_twice, is_first))
 
     def _is_turned(self, passage: _Passage) -> bool:
         """Whether an op such as a transpose stands between the parameter and this use; casts do not count.

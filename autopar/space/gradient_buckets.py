@@ -43,13 +43,20 @@ class GradientBuckets:
             [schedule.of[op] for op in first],
             [travels_alone(n) for n in trained],
         )
-        wait = [n for n in trained if not is_always(wiring.site(n), wiring.site(n).scattered)] if accumulates else []
+        casts = {parameter: cast for cast, parameter in lifetimes.parameters.casts.items()}
+        each = {n for n in trained if (policy := wiring.site(casts.get(n, n)).scattered) and all(policy)}
+        wait = [n for n in trained if n not in each] if accumulates else []
         twice = setting.accumulation > 1 and setting.turns > 1
         closing = dict(zip(trained, closes, strict=True))
         # Over several axes the next step of a message goes on beside the next bucket.
         is_one_step = sum(size > 1 for size in setting.mesh.shape) < 2
         under_way = _until_the_next(closing) if is_one_step else dict.fromkeys(closing, clock.settled)
         return GradientBuckets(closing, under_way, frozenset(wait), accumulates, twice, clock.settled)
+
+    @property
+    def first_to_settle(self) -> int:
+        """The time of the first bucket of gradients that wait for the last micro-batch, or -1."""
+        return min((self.closes[n] for n in self.wait), default=-1)
 
     def lies_from(self, parameter: fx.Node) -> int:
         """The time from which the whole gradient is stored as the parameter is; until then edges count it."""

@@ -16,6 +16,7 @@ from autopar.codegen import joint
 from autopar.graph.graph import Graph, info, type_of
 from autopar.graph.kept import NotKept
 from autopar.letters import Infeasible, NotServed
+from autopar.module.runner import Halves
 from autopar.module.turn_runner import InTurns
 from autopar.search import _may_fit, _numbers_of_turns
 from autopar.testing import Equality, Unequal, on_processes, on_threads
@@ -450,7 +451,8 @@ def _scaled_twice(patch):
 
 def _last_alone(patch):
     """The gradients of the last turn stand for all."""
-    patch.setattr(InTurns, "_add", lambda self, totals, fresh: totals.__setitem__(slice(None), fresh))
+    hold = Halves.hold
+    patch.setattr(Halves, "hold", lambda self, sums, given, arrived: hold(self, [None] * len(sums), given, arrived))
 
 
 @pytest.mark.parametrize("mutant", [_means_of_means, _counts_of_a_turn, _bits_by_turn, _scaled_twice, _last_alone])
