@@ -31,7 +31,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import autopar
 from autopar.testing import on_processes
 
-MESH = autopar.DeviceMesh((2, 2), ("x", "y"))  # The plan decides what each axis is for.
+MESH = autopar.DeviceMesh((2, 2), ("dp", "tp"))
 STEPS = 6
 
 

@@ -242,6 +242,8 @@ class MeshLimits:
     axes: int = 2  # axes of the meshes that are searched
     # A small ResNet was predicted .3 % faster on (2, 2) than on (4,), and measured 7 % slower (design 025).
     alike: float = 0.02  # relative difference of step times up to which the mesh of fewest axes is taken
+    # Storage along both axes nests in their order, so that an exchange may cost: far less than forecasts are off.
+    named: float = 0.005  # share of a step that an exchange of axes may add. Chosen.
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ class WordLimits:
     large: float = 0.02  # share of the peak under which kinds of memory are summed up as "others"
     names: int = 6  # modules or values that are named
     slowest: int = 5  # places that are named as the slowest
-    times: int = 150  # times of a step whose memory a file keeps: a chart is as wide as that in steps of 6 pixels
+    times: int = 128  # times of a step whose memory a file keeps: a chart is as wide as that in steps of 7 pixels
     pause: float = 1e-3  # share of a step that a file's events leave out between those of a block: a pixel of a chart
     open: float = 1e-3  # gap above which better plans may be unknown
     as_fast: float = 1e-9  # seconds by which a rival is no slower

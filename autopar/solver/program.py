@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar.letters import Infeasible
+from autopar.solver.axis_use import as_named
 from autopar.solver.budget import Budgeted, Prices
 from autopar.solver.curve import Curve, CurvePoint, between, curve_of
 from autopar.solver.figures import size, time
@@ -14,7 +15,7 @@ from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.limits import LIMITS
 from autopar.solver.plan import Plan
 from autopar.solver.plan_of_choices import plan_of
-from autopar.solver.points import Points
+from autopar.solver.points import Point, Points
 from autopar.solver.policies import Policy
 from autopar.solver.recompute import lowest
 from autopar.solver.recompute import recompute as recomputing
@@ -65,7 +66,7 @@ def solve(
         raise _none_found(task, found, is_trial)
     if task.has_time and not best.recomputed:
         best = settled(counted, best, budget)
-    plan = plan_of(space, best, found.bound, budget if counted.rows or best.recomputed else math.inf)
+    best, plan = _with_named_axes(counted, best, found.bound, budget)
     widest = (lambda: [space]) if wide is None else wide
 
     def curve(budgets: int | Sequence[int]) -> Curve:
@@ -76,7 +77,7 @@ def solve(
     prices = found.outcome.prices if found.outcome else Prices({}, (0.0,) * counted.kinds)
     return replace(
         plan,
-        defaults=_said_of_policy(recompute, best.recompute_s - best.recompute_hidden_s, found),
+        defaults=(*_said_of_policy(recompute, best.recompute_s - best.recompute_hidden_s, found), *plan.defaults),
         stopped=tuple(dict.fromkeys(found.stopped)) if is_open else (),
         search=PricedSpace(counted, best, prices, curve),
     )
@@ -89,6 +90,23 @@ def _said_of_policy(policy: str | Policy, adds: float, found: Findings) -> tuple
     name = repr(policy) if isinstance(policy, str) else "a function"
     free = f"if nothing had to be, whatever it held, no plan would take less than {time(found.outcome.bound)}"
     return (("recompute", f"{name}, which adds {time(adds)} to a step: {free}"),)
+
+
+def _with_named_axes(counted: Budgeted, best: Point, bound: float, budget: float) -> tuple[Point, Plan]:
+    """A plan as its axes are named, and its point; it says what that costs."""
+    space = counted.space
+    told = budget if counted.rows or best.recomputed else math.inf
+    plan = plan_of(space, best, bound, told)
+    named = as_named(counted, best, plan, budget)
+    if named is best:
+        return best, plan
+    plan = plan_of(space, named, bound, told)
+    adds = named.seconds - best.seconds
+    if adds > LIMITS.rounding.over * best.seconds:
+        axes = ", ".join(space.setting.mesh.axes)
+        said = f"{axes} are alike, and used as their names say: used otherwise a step takes {time(adds)} less"
+        plan = replace(plan, defaults=(("axes", said),))
+    return named, plan
 
 
 def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:

@@ -103,6 +103,8 @@ class Within:
     def run(self) -> None:
         """Search for the best plan and raise the bound; to be called after `look_at_known`."""
         self.look_at_equal_layers()
+        if self.best is None:
+            self.look_at_segments()
         self.look_for_prices()
         self.look_at_equal_layers()
         if self.best is None:
@@ -142,6 +144,8 @@ class Within:
         lowest = math.inf
         for lined in self.joint.that_fit_bare(self.budget):
             self._take(lined)
+            if lined.lowest > self.budget:
+                self._take_segments(lined)
             if not self.joint.is_long and (self.best is None or lined.point.seconds < self.best.seconds):
                 plan = lined.polished(self.budget)
                 if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
@@ -167,11 +171,15 @@ class Within:
         Where bytes are dear, prices would have backward begin with the whole forward.
         """
         for lined in self.joint.met.values():
-            lined.look_at_segments()
-            states = lined.states.fastest(self.budget)
-            plan = lined.under(states) if states is not None else None
-            if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
-                self.best, self.lined = plan, lined
+            self._take_segments(lined)
+
+    def _take_segments(self, lined: Lined) -> None:
+        """Try to save only the ends of segments of blocks in a sharding."""
+        lined.look_at_segments()
+        states = lined.states.fastest(self.budget)
+        plan = lined.under(states) if states is not None else None
+        if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
+            self.best, self.lined = plan, lined
 
     def look_for_prices(self, rounds: int = _LIMITS.rounds) -> None:
         """Find new shardings at prices of windows and of a byte at the fullest time, and raise the bound."""

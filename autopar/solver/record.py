@@ -28,7 +28,7 @@ class Record:
     """Memory at the fullest of equal spans of a step, events of blocks, and texts about the slowest places."""
 
     times: tuple[str, ...] = ()
-    held: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # bytes at each time, by kind
+    held: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # bytes at each time, by kind
     places: tuple[str, ...] = ()
     # Events: a number of a place, lane, part, and the seconds at which it begins and that it takes.
     events: tuple[tuple[int, str, str, float, float], ...] = ()
@@ -40,7 +40,7 @@ class Record:
 
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """Times of the step by name, and the bytes held at each, by kind."""
-        return list(self.times), {kind: list(held) for kind, held in self.held.items()}
+        return list(self.times), {kind: list(map(round, held)) for kind, held in self.held.items()}
 
     def step(self) -> list[Event]:
         """The step, an event for what one block does in a row."""
@@ -63,7 +63,7 @@ def record_of(plan: Plan) -> Record:
     known = plan.search.known_beside or ()
     return Record(
         tuple(times[t] for t in kept),
-        {kind: tuple(np.rint(np.array(nbytes, float)[kept]).astype(int).tolist()) for kind, nbytes in held.items()},
+        {kind: tuple(np.array(nbytes, float)[kept].tolist()) for kind, nbytes in held.items()},
         tuple(places),
         tuple((number[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)) for e in events),
         tuple((k, _short(event.hidden_s)) for k, event in enumerate(events) if event.hidden_s is not None),

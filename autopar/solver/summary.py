@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopar.graph.layers import folded
 from autopar.sharding.certainty import FROM
-from autopar.sharding.placement import Placement
-from autopar.solver.decision import Decision, Regathered
+from autopar.solver.axis_use import AxisUse, short_name, use_of
 from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
 from autopar.solver.workload import StepRates
@@ -30,7 +28,6 @@ LINES = 16
 WIDTH = 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
-_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")  # names of products, where no op surely uses a weight
 _KEPT = ("plan", "against")  # rows that give up lines last
 _MORE = "plan.table(), plan.explain(name), plan.report(path)"
 
@@ -124,7 +121,7 @@ def _what(plan: Plan) -> Iterator[_Row]:
     if plan.recomputed:
         passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
         values = (name.rpartition(":")[0] if name[-1:].isdigit() and ":" in name else name for name in plan.recomputed)
-        places = _named(Counter(map(_short, values)))
+        places = _named(Counter(map(short_name, values)))
         yield _Row("recompute", [f"{len(plan.recomputed)} values{passing}: {places[0]}", *places[1:]])
 
 
@@ -212,11 +209,11 @@ def _warnings(plan: Plan) -> Iterator[_Row]:
     """Rows of warnings."""
     if plan.without_rule:
         cost = sum(plan.decisions[name].seconds for name in plan.without_rule)
-        names = _named(Counter(map(_short, plan.without_rule)))
+        names = _named(Counter(map(short_name, plan.without_rule)))
         yield _Row("warning", [f"replicated for want of a rule ({time(cost)} a step): {names[0]}", *names[1:]])
     if plan.unaligned:
         lost = sum(plan.unaligned.values())
-        names = _named(Counter(map(_short, plan.unaligned)))
+        names = _named(Counter(map(short_name, plan.unaligned)))
         more = f"{', '.join(names)} would take {time(lost)} less with sizes that are multiples of 8"
         yield _Row("warning", [more, "in transformers: model.resize_token_embeddings(None, pad_to_multiple_of=8)"])
     if plan.warnings:
@@ -256,9 +253,9 @@ def slowest(plan: Plan) -> list[str]:
     """The places that take most of the step, with those of all layers added up."""
     seconds: dict[str, float] = defaultdict(float)
     for name, d in plan.decisions.items():
-        seconds[ITSELF if d.kind == "output" else _short(name)] += d.seconds
+        seconds[ITSELF if d.kind == "output" else short_name(name)] += d.seconds
     for c in plan.conversions:
-        seconds[f"{_short(c.source)} -> {_short(c.target)}"] += c.seconds
+        seconds[f"{short_name(c.source)} -> {short_name(c.target)}"] += c.seconds
     found = sorted(seconds.items(), key=lambda pair: -pair[1])[: _LIMITS.slowest]
     said = [f"{name} {s / plan.step_time_s:.0%}" for name, s in found if s] if plan.step_time_s else []
     return said or ["nothing takes time"]
@@ -284,16 +281,16 @@ def parts_of_verdict(plan: Plan) -> list[str]:
 
 def _roles_in_words(plan: Plan) -> list[str]:
     """A sentence for each role that axes of the mesh have."""
-    roles: dict[tuple[_Role, int], list[int]] = defaultdict(list)
+    roles: dict[tuple[AxisUse, int], list[int]] = defaultdict(list)
     for axis, n in enumerate(plan.mesh.shape):
         if n > 1:
-            role = _role(plan, axis)
+            role = use_of(plan, axis)
             alone = axis if 0 < role.stored < 10 else -1  # another axis may cut other parameters
             roles[role, alone].append(axis)
     if all(role.is_idle for role, _ in roles):
         why = "" if plan.bound_of else ", as any exchange would take longer than it saves"
         return [f"nothing is divided: each of the {plan.mesh.size} devices computes all of it{why}"]
-    used = [text for (role, _), axes in roles.items() if (text := role.text(plan, axes))]
+    used = [text for (role, _), axes in roles.items() if (text := _cuts_in_words(role, plan, axes))]
     stored: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
     for (role, alone), axes in roles.items():
         if role.stored and not role.weights:  # Weights that are used in parts are stored so.
@@ -320,116 +317,22 @@ def _along(plan: Plan, axes: Sequence[int]) -> str:
     return f"{n} devices" if len(plan.mesh.shape) == 1 else f"{n} ({'axis' if len(axes) == 1 else 'axes'} {names})"
 
 
-@dataclass(frozen=True, slots=True)
-class _Role:
-    """What an axis is used for: tenths of the seconds of products, by cut, and of stored parameters."""
-
-    rows: int
-    positions: int
-    weights: int
-    stored: int
-    is_regathered: bool
-    modules: tuple[str, ...]  # modules whose weights are used in parts
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is cut along the axis."""
-        return not (self.rows or self.positions or self.weights or self.stored)
-
-    def text(self, plan: Plan, axes: Sequence[int]) -> str:
-        """Text about the cuts along axes of this role; "" where they only store parameters."""
-        along = _along(plan, axes)
-        said = []
-        if self.rows:
-            said.append(f"data parallel over {along}{_share(self.rows)}")
-        if self.positions:
-            said.append(f"sequence parallel over {along}{_share(self.positions)}")
-        if self.weights:
-            where = f": {', '.join(_named(Counter(self.modules)))}" if self.modules else ""
-            said.append(f"tensor parallel over {along}{_share(self.weights)}{where}")
-        return ", ".join(said) or ("" if self.stored else f"the same on all {along}")
-
-
-def _role(plan: Plan, axis: int) -> _Role:
-    """The role of an axis in a plan."""
-    seconds = defaultdict[str, float](float)
-    modules = set[str]()
-    is_batch = _cuts_batch(plan, axis)
-    for name, d in _products(plan):
-        cut = cut_of(d, axis)
-        # Positions are rows where the batch is in another dim.
-        cut = "rows" if cut == "positions" and is_batch else cut
-        seconds[cut] += d.seconds or 1e-12
-        if cut == "weights":
-            modules.add(_module(name))
-    total = sum(seconds.values()) or 1.0
-    tenths = {cut: _tenths(s / total) for cut, s in seconds.items()}
-    stored, is_regathered = _stored_along(plan, axis)
-    return _Role(
-        tenths.get("rows", 0),
-        tenths.get("positions", 0),
-        tenths.get("weights", 0),
-        stored,
-        is_regathered,
-        tuple(sorted(modules)) if tenths.get("weights", 0) else (),
-    )
-
-
-def _products(plan: Plan) -> list[tuple[str, Decision]]:
-    """The products with weights; without any, all products; without these, all ops that take time."""
-    ops = [(name, d) for name, d in plan.decisions.items() if d.kind == "op"]
-    of_weights = [(name, d) for name, d in ops if d.op == "linear" or d.op.startswith("conv")]
-    return of_weights or [(name, d) for name, d in ops if d.op in _PRODUCTS] or [p for p in ops if p[1].seconds]
-
-
-def _stored_along(plan: Plan, axis: int) -> tuple[int, bool]:
-    """Tenths of parameter bytes that an axis cuts in storage, and whether backward gathers most of these."""
-    placed = [(plan.parameter_bytes[n], s.placements[axis].is_shard, n) for n, s in plan.parameters.items()]
-    cut_bytes = sum(nbytes for nbytes, is_cut, _ in placed if is_cut)
-    again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and isinstance(plan.states.get(n), Regathered))
-    whole = sum(plan.parameter_bytes.values()) or 1
-    return _tenths(cut_bytes / whole), again > cut_bytes / 2
-
-
-def _cuts_batch(plan: Plan, axis: int) -> bool:
-    """Whether an axis cuts some input along its first dim."""
-    inputs = {name.partition(":")[0] for name, d in plan.decisions.items() if d.kind == "input"}
-    return any(
-        step.kind == "slice" and step.axis == axis and step.dim == 0
-        for c in plan.conversions
-        if c.source.partition(":")[0] in inputs
-        for step in c.forward
-    )
-
-
-def cut_of(d: Decision, axis: int) -> str:
-    """The part of a product that an axis cuts: "rows", "positions", "weights" or "nothing"."""
-    strategy = d.choice.strategies[axis]
-    values: list[Placement] = [flow.value for flow in strategy.operands] or [flow.value for flow in strategy.outputs]
-    if len(values) > 1 and values[1].is_shard:
-        return "weights"
-    if not values[0].is_shard:
-        return "nothing"
-    return "rows" if values[0].dim == 0 else "positions"
-
-
-def _tenths(share: float) -> int:
-    """A share in tenths: 10 from nine tenths on, 0 below one."""
-    return 10 if share >= _LIMITS.all else 0 if share < _LIMITS.some else round(10 * share)
+def _cuts_in_words(use: AxisUse, plan: Plan, axes: Sequence[int]) -> str:
+    """Text about the cuts along axes of one use; "" where they only store parameters."""
+    along = _along(plan, axes)
+    said = []
+    if use.rows:
+        said.append(f"data parallel over {along}{_share(use.rows)}")
+    if use.positions:
+        said.append(f"sequence parallel over {along}{_share(use.positions)}")
+    if use.weights:
+        where = f": {', '.join(_named(Counter(use.modules)))}" if use.modules else ""
+        said.append(f"tensor parallel over {along}{_share(use.weights)}{where}")
+    return ", ".join(said) or ("" if use.stored else f"the same on all {along}")
 
 
 def _share(tenths: int) -> str:
     return "" if tenths == 10 else f" for {tenths}0% of the products"
-
-
-def _short(name: str) -> str:
-    """A name without the layers around it: `mlp.c_fc/linear` for `transformer.h.0.mlp.c_fc/linear`."""
-    return folded(name).rpartition("*.")[2]
-
-
-def _module(name: str) -> str:
-    module, _, op = _short(name).partition("/")
-    return op if module in ("", "*") else module
 
 
 def _named(counted: Counter[str]) -> list[str]:

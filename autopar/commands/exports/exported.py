@@ -16,8 +16,8 @@ from autopar.commands.exports.remaking import Remade, is_within, module_of
 from autopar.graph.layers import folded, innermost_block
 from autopar.letters import BadPlan
 from autopar.sharding.placement import Placement
+from autopar.solver.axis_use import cut_of
 from autopar.solver.plan import Plan
-from autopar.solver.summary import cut_of
 
 KINDS = ("replicate", "shard", "tensor")
 
