@@ -40,6 +40,7 @@ from autopar.request import Request
 from autopar.runtime.faults import limit, tell_launcher
 from autopar.runtime.world import (
     all_ranks_hold,
+    as_long_as_a_start,
     coordinate,
     digest_of,
     from_rank_0,
@@ -183,7 +184,7 @@ def autoparallelize(
         meta_inputs: Example tensors of the batch of all ranks, as a dict or a tuple.
         plan: The plan to follow. None: rank 0 makes one from `planning`, and the others receive it.
         inputs: "global": all ranks pass the same batch. "local": each passes its own rows of it (`model.input_specs`,
-            `model.sampler`).
+            `model.sampler`); `meta_inputs` have the rows of all ranks either way.
         outputs: How outputs beside a loss leave. "auto": as DTensors where the plan cuts them; "full": whole;
             "sharded": all as DTensors; names: these come whole, and may be given gradients. "local", beside
             `inputs="local"`: each rank gets its own rows, and a loss that is a mean over these rows is trained as that
@@ -197,7 +198,7 @@ def autoparallelize(
         cache: A folder of plans: rank 0 takes the one that it kept there for the same model, batch and arguments, or
             plans and keeps it. None: the folder that AUTOPAR_CACHE names, or none.
         timeout_s: Seconds after which a collective that waits for another rank gives up.
-        start_timeout_s: Seconds that ranks wait for each other to start, and for rank 0 to plan.
+        start_timeout_s: Seconds that ranks wait for each other to start and to lower, and for rank 0 to plan.
         **planning: Arguments of `autopar.plan`.
     """
     started = time.monotonic()
@@ -243,7 +244,8 @@ def autoparallelize(
     call = Call(*as_call(meta_inputs))
     source = Source(sync, init, weights)
     replan = _Replan(request, plans)
-    return parallelise(model, call, lowered, mesh, replan, source, how, asked.reads)
+    with as_long_as_a_start():  # Other ranks may still lower when this one asks for the first values.
+        return parallelise(model, call, lowered, mesh, replan, source, how, asked.reads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import tempfile
 import uuid
@@ -27,10 +26,10 @@ from autopar.graph.graph import Graph
 from autopar.kernels.measured import taken
 from autopar.letters import BadPlan, NotServed
 from autopar.ops.declare import rules_of_users
+from autopar.progress import caution, tell
 from autopar.request import Request
 from autopar.solver.plan import Plan
 
-log = logging.getLogger("autopar")
 VARIABLE = "AUTOPAR_CACHE"
 _TOLD_OTHERWISE = ("loss", "cluster")  # The graph and the hardware, which are in the key, tell of these.
 
@@ -58,7 +57,7 @@ class PlanCache:
             return make()
         asked = _in_words(request)
         if unclear := [name for name, text in asked.items() if " at 0x" in text]:
-            log.warning("%s= has no text to find its plan by: this plan is not kept in %s", unclear[0], self.folder)
+            caution("%s= has no text to find its plan by: this plan is not kept in %s", unclear[0], self.folder)
             return make()
         self._open()
         key = _digest(
@@ -93,9 +92,9 @@ class PlanCache:
                 plan = Plan.load(path)
                 check_plan(request.as_planned(graph, plan), plan)
             except (BadPlan, OSError) as e:
-                log.warning("the kept plan %s is not taken, the model is planned anew: %s", path, str(e).split("\n")[0])
+                caution("the kept plan %s is not taken, the model is planned anew: %s", path, str(e).split("\n")[0])
             else:
-                log.info("took the kept plan %s, without a search", path)
+                tell("took the kept plan %s, without a search", path)
                 return plan
         return None
 
@@ -107,9 +106,9 @@ class PlanCache:
             plan.save(written)
             path = self.folder / f"{key}-{_digest(written.read_bytes())}.json"
             written.replace(path)
-            log.info("kept the plan as %s", path)
+            tell("kept the plan as %s", path)
         except (BadPlan, OSError) as e:
-            log.warning("the plan is not kept in %s: %s", self.folder, e)
+            caution("the plan is not kept in %s: %s", self.folder, e)
             with contextlib.suppress(OSError):
                 written.unlink()
 

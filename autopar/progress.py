@@ -47,6 +47,16 @@ def answer(message: str, *args: Any) -> None:
     _say(message, args, True)
 
 
+def caution(message: str, *args: Any) -> None:
+    """Say a warning, on rank 0 alone: where nobody has configured logging, beginning as other lines do."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    if log.hasHandlers():
+        log.warning(message, *args)
+    elif log.isEnabledFor(logging.WARNING):
+        print(f"autopar: {message % args}", file=sys.stderr, flush=True)
+
+
 def _say(message: str, args: tuple[Any, ...], is_printed: bool) -> None:
     """Give a line to the logger, or print it where logging is not configured."""
     if dist.is_initialized() and dist.get_rank():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,11 +29,10 @@ from autopar.kernels import backend
 from autopar.letters import NotServed
 from autopar.ops.declare import users_rule
 from autopar.passes import run_passes
+from autopar.progress import caution, detail
 from autopar.runtime.collectives import convert
 from autopar.solver.plan import Plan
 from autopar.space.schedule import schedule_of, travels_alone
-
-log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +91,7 @@ def lower(
     if not found.left_open:
         return lowered
     if not any(coordinate):
-        log.log(logging.WARNING if found.open_ends else logging.INFO, "%s", found.left_open)
+        (caution if found.open_ends else detail)("%s", found.left_open)
     return replace(lowered, plan=replace(plan, untyped=found.left_open))
 
 

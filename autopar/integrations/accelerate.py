@@ -93,6 +93,11 @@ class Accelerator(WholeBatches):
         super().__init__(*args, **how)
         if self.mixed_precision != "no":
             raise NotServed("mixed_precision beside a plan", advice='planning={"precision": "bf16"}')
+        if how.get("split_batches") and not self.split_batches:
+            raise NotServed(
+                "split_batches=True, which this release of Accelerate takes and does not read",
+                advice="dataloader_config=DataLoaderConfiguration(split_batches=True)",
+            )
         self.planning = dict(planning or {})
         self._inputs = inputs
         self._moves = Moves()

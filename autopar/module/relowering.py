@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from autopar.letters import NotServed
 from autopar.module.attributes import Sight
 from autopar.module.situation import Situation
 from autopar.progress import shown, tell
+from autopar.solver.figures import between
 from autopar.solver.plan import Plan
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ def lower_again(
 ) -> SituatedProgram:
     """A program for a new situation, where ranks pass rows of inputs `cut`; parameters keep their storage."""
     start = time.perf_counter()
-    before = state.programs[-1]
     name = state.original.__name__
     known = next((p for p in state.programs if state.fits(p, situation) and _serves(state, p, grad)), None)
     if known is not None:  # the same graph, the other half
@@ -65,22 +65,38 @@ def lower_again(
     lowered = state.lowered(graph, plan, grad, state.rows(graph, situation.structure, cut))
     program = state.keep(situation, grad, lowered, sight)
     if known is None:
-        low, high = plan.step_interval_s
         took = time.perf_counter() - start
-        why = _why(state.caller.differs(situation, before.situation, before.sight), before.has_gradients, grad)
+        differences = [_differences(state, program, before) for before in state.programs[:-1]]
+        nearest = min(differences, key=len) if differences else ["of its kind"]
         with shown():
-            what = "planned and lowered %s again in %.1f s, at its %s; expected %.3g to %.3g ms a step"
-            tell(what, name, took, why, low * 1e3, high * 1e3)
+            what = "planned and lowered %s again in %.1f s, at its first call %s; expected %s a step"
+            tell(what, name, took, ", ".join(nearest), between(*plan.step_interval_s))
+            _hint_at_rows(state, program)
     return program
 
 
-def _why(differs: Mapping[str, str], had_gradients: bool, grad: bool) -> str:
-    """The trigger of a program in words, as in "first call without gradients"."""
-    said = [] if had_gradients == grad else ["with gradients" if grad else "without gradients"]
+def _differences(state: ModelState, program: SituatedProgram, before: SituatedProgram) -> list[str]:
+    """Names for a program's kind of call against that of an earlier one, as in "without gradients"."""
+    differs = state.caller.differs(program.situation, before.situation, before.sight)
+    grad = program.has_gradients
+    said = [] if before.has_gradients == grad else ["with gradients" if grad else "without gradients"]
     for what, now in differs.items():
         words = _WHY.get(what, f"with {what}")
         said.append(f"{words} ({now})" if now else words)
-    return f"first call {', '.join(said)}"
+    return said
+
+
+def _hint_at_rows(state: ModelState, program: SituatedProgram) -> None:
+    """Say so where the first call has the rows of all ranks, and the plan was made for those of one."""
+    parts, first = state.parts, state.programs[0].situation
+    if parts is None or state.made > 2 or program.situation.structure != first.structure:
+        return
+    leaves = zip(program.situation.leaves, first.leaves, strict=True)
+    rows = {(now[0][0], then[0][0]) for now, then in leaves if isinstance(now[0], torch.Size) and now[0] != then[0]}
+    if rows and all(now == parts.count * then for now, then in rows):
+        now, then = min(rows)
+        what = "the batch of all ranks has %d rows, and the plan was made for %d: pass autoparallelize a batch of all"
+        tell(what, now, then)
 
 
 def _serves(state: ModelState, program: SituatedProgram, grad: bool) -> bool:

@@ -10,7 +10,6 @@ and compares a gradient of them with that of the plain model on one device (`sin
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,13 +24,13 @@ from autopar.letters import Diverged, NotServed
 from autopar.module.limits import LIMITS
 from autopar.module.parallel import ParallelModule
 from autopar.module.single_device import Compared, compared
+from autopar.progress import caution
 from autopar.runtime.agreement import agree
 from autopar.runtime.world import exchanged
 from autopar.sharding.mesh import DeviceMesh
 
 _LIMITS = LIMITS.watch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-log = logging.getLogger("autopar")
 
 
 class Watch:
@@ -97,9 +96,7 @@ class Watch:
         found = compared(self.model, args, kwargs, self.rows or _LIMITS.rows, len(self.gradients))
         if found.why_not and not self.gradients:
             name = found.parameter or "any parameter"
-            log.warning(
-                "autopar.watch did not compare the gradient of %s with a single device: %s", name, found.why_not
-            )
+            caution("autopar.watch did not compare the gradient of %s with a single device: %s", name, found.why_not)
         self.gradients.append(found)
         if wrong := found.wrong:
             ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"

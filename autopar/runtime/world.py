@@ -69,8 +69,8 @@ def limit_world(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _as_long_as_a_start() -> Iterator[None]:
-    """Let ranks wait as long as for a start: rank 0 plans meanwhile."""
+def as_long_as_a_start() -> Iterator[None]:
+    """Let collectives of all ranks wait as long as for a start: another rank plans or lowers meanwhile."""
     if not _MADE.is_here() or _MADE.then_s is None:
         yield
         return
@@ -96,7 +96,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if not _ranks_can_talk():
         return make()
     box: list[Any] = [None]
-    with _as_long_as_a_start():
+    with as_long_as_a_start():
         if dist.get_rank() == 0:
             try:
                 box = [make()]

@@ -237,6 +237,10 @@ class Memory:
             changes["saved activations"][begin] += amount
             changes["saved activations"][last + 1] -= amount
         held = {kind: np.cumsum(change)[:-1] for kind, change in changes.items()}
+        # A workspace below zero takes back what was counted twice: the gradient that a sum hands on to both operands.
+        counted_twice = np.minimum(held["transients"], 0.0)
+        held["gradients of activations"] = held["gradients of activations"] + counted_twice
+        held["transients"] = held["transients"] - counted_twice
         places = np.array([edge.place(picked) for edge in edges], int).reshape(-1, 2).T
         held["transients"] = held["transients"] + self.beside(Taken(np.array(picked, int), *places))
         return held

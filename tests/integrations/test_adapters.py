@@ -91,6 +91,7 @@ def test_two_ranks_train_as_one_device_and_go_on_under_another_plan(name, tmp_pa
 
 def test_what_cannot_be_done_is_a_letter():
     from accelerate.state import AcceleratorState
+    from accelerate.utils import DataLoaderConfiguration
 
     from autopar.integrations import accelerate as ours
     from autopar.integrations.adapting import Moves
@@ -99,6 +100,10 @@ def test_what_cannot_be_done_is_a_letter():
 
     with pytest.raises(NotServed, match="mixed_precision beside a plan"):
         ours.Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(NotServed, match=r"split_batches=True.*does not read"):  # Batches would be larger, silently.
+        ours.Accelerator(cpu=True, split_batches=True)
+    assert ours.Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)).split_batches
     AcceleratorState._reset_state(reset_partial_state=True)
     made = ours.Accelerator(cpu=True)
     with pytest.raises(NotServed, match="no data loader is prepared with the model"):

@@ -80,6 +80,22 @@ def test_ranks_pass_their_own_rows(mesh, how, text, threads):
         Equality.in_float64(f"{how} on {mesh}", result, expected, 1e-9).check()
 
 
+@pytest.mark.parametrize("share, says", [(1, False), (4, True)])
+def test_a_plan_for_the_rows_of_one_rank_is_noticed(share, says, threads, caplog):
+    model, batch = mlp_case(batch=16)
+    planned = {n: t[: 16 // share] for n, t in batch.items()}
+
+    def body(rank):
+        mine = local(copy.deepcopy(model), planned, DP, parallel="dp")
+        for count in (16, 8):
+            mine(**rows(mine, {n: t[:count] for n, t in batch.items()}))
+
+    with caplog.at_level("INFO", "autopar"):
+        threads(4, body)
+    hints = [line for line in caplog.messages if line.startswith("the batch of all ranks has 16 rows")]
+    assert len(hints) == says
+
+
 def test_means_over_unequal_numbers_of_targets(threads):
     """Dropout off; targets are ignored in unequal numbers on the ranks.
 

@@ -245,6 +245,18 @@ def test_under_autocast_it_computes_as_eager_does_under_autocast():
         assert torch.allclose(without["loss"], plain["loss"], rtol=1e-6)
 
 
+def test_a_line_says_what_no_earlier_call_had(caplog):
+    """Autocast is new; the mode and gradients are not, though the call before had both otherwise."""
+    model, batch = MLP(16), {k: v.float() for k, v in batch_of(8).items()}
+    mine = autopar.autoparallelize(model, batch, mesh=1)
+    with torch.no_grad():
+        mine.eval()(**batch)
+    with caplog.at_level("INFO", "autopar"), torch.autocast("cpu", torch.bfloat16):
+        mine.train()(**batch)
+    (said,) = [line for line in caplog.messages if line.startswith("planned and lowered")]
+    assert "at its first call under this autocast (bfloat16 on cpu); expected" in said
+
+
 def test_inputs_that_want_gradients_get_them():
     model, batch = mlp_case()
 

@@ -188,7 +188,7 @@ def test_an_error_that_all_ranks_caught_ends_no_job(tmp_path):
 
 
 def starts_late(rank, folder, port):
-    """Rank 1 comes late to the start, and rank 0 plans for long, twice: all take longer than a collective may."""
+    """Rank 1 comes late and lowers slowly, rank 0 plans slowly, twice: each takes longer than a collective may."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     model, batch = mlp_case(batch=6)
@@ -196,6 +196,8 @@ def starts_late(rank, folder, port):
         search = getattr(autopar.api, name)
         setattr(autopar.api, name, lambda *given, search=search: time.sleep(4.0) or search(*given))
     if rank == 1:
+        lower = autopar.api.lower
+        autopar.api.lower = lambda *given, **how: time.sleep(4.0) or lower(*given, **how)
         time.sleep(4.0)
     how = {"parallel": "dp", "cluster": eager_links(), "timeout_s": 2.0, "start_timeout_s": 60.0}
     mine = autopar.autoparallelize(model, batch, mesh=2, **how)

@@ -260,6 +260,26 @@ WRONG = {  # what is broken, and the model and the plan in which bytes are off t
 }
 
 
+class _Residual(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.up = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return (x + torch.relu(self.up(x))).square().mean()
+
+
+def test_a_gradient_that_a_sum_hands_on_is_taken_back_from_its_own_kind(tmp_path):
+    """Not from the workspace of the sum, which would be negative: a file with such a record could not be read."""
+    plan = autopar.plan(_Residual(), {"x": torch.randn(64, 8)}, mesh=2, parallel="dp")
+    _, held = plan.search.line()
+    assert min(min(at_times) for at_times in held.values()) >= 0
+    assert max(map(sum, zip(*held.values(), strict=True))) == plan.peak_bytes
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == plan
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_bytes_are_noticed(name, monkeypatch):
     *plant, model, plan = WRONG[name]

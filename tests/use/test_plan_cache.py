@@ -83,6 +83,19 @@ def test_other_releases_and_rules_are_planned(tmp_path, searches, monkeypatch):
     assert len(searches) == 3
 
 
+def test_a_job_says_that_it_took_a_plan_and_why_not(tmp_path, monkeypatch, capsys):
+    """Also where nobody has configured logging: planning again at each start must not look like reading."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    start(tmp_path)
+    assert "autopar: kept the plan as " in capsys.readouterr().err
+    start(tmp_path)
+    assert "autopar: took the kept plan " in capsys.readouterr().err
+    next(tmp_path.iterdir()).write_text("{")
+    start(tmp_path)
+    assert "autopar: the kept plan " in capsys.readouterr().err
+
+
 def test_another_batch_of_a_trained_model_is_kept_too(tmp_path, searches):
     torch.manual_seed(0)
     for start in (1, 2):
