@@ -162,7 +162,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "--optimizer", help="adamw, sgd, sgd-momentum, autopar-adamw, or bytes of states for each parameter"
     )
     parser.add_argument("--parallel", help="a preset: ddp, fsdp, hsdp, tp, dp, zero1 to zero3, megatron, 2d, 2.5d, 3d")
-    parser.add_argument("--recompute", help="auto, none, full, selective, chen, rotor, ilp")
+    parser.add_argument("--recompute", help="auto, none, full, selective, 'as written', chen, rotor, ilp")
     parser.add_argument("--accumulation", type=int, help="calls in a step")
     parser.add_argument("--microbatches", help="micro-batches of a call: a number, or auto")
     parser.add_argument("--chunks", help="in which the loss head runs: a number, or auto")

@@ -144,7 +144,8 @@ class _BatchSearch:
                 self.letter = e
                 self.tried[rows] = Tried(rows)
             else:
-                self.tried[rows] = Tried(rows, plan, plan.rates)
+                rates = plan.rates
+                self.tried[rows] = Tried(rows, plan, rates)
                 self.given["mesh"] = plan.mesh  # Of several meshes the first batch decides, until it is planned again.
-                log.info("%d rows: %.0f a second", rows, self.tried[rows].per_s)
+                log.info("%d rows: %s %s/s", rows, f"{rates.per_s:,.0f}", rates.unit)
         return self.tried[rows]

@@ -86,8 +86,8 @@ def _table(plans: dict[str, Plan]) -> list[str]:
     kinds = dict.fromkeys(kind for plan in each for kind, n in plan.memory.items() if n)
     rows = [(kind, *map(functools.partial(_bytes_of, kind), each)) for kind in kinds]
     rows.append(("together, GiB a device", *(f"{plan.peak_bytes / _GIB:.2f}" for plan in each)))
-    rows.append(("fullest at", *(plan.peak_at for plan in each)))
-    return aligned(("at the fullest time", *plans), rows)
+    peaks = (f"fullest at the {plan.peak_at}, where {said}" for said, plan in plans.items())
+    return [*aligned(("at the fullest time", *plans), rows), *peaks]
 
 
 def _bytes_of(kind: str, plan: Plan) -> str:
@@ -99,6 +99,6 @@ def _verdict(fits: dict[str, bool], room: float, asked: argparse.Namespace) -> s
     if how:
         return f"fits in {size(room)} where {how}"
     return (
-        f"does not fit in {size(room)} in these ways: --microbatches, or more devices (autopar fit); autopar plan "
-        "searches for ways between"
+        f"does not fit in {size(room)} in these ways; autopar plan searches for others, and --microbatches or more "
+        "devices (autopar fit) need less"
     )

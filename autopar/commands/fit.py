@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from typing import Any
 
 from autopar.commands.clusters import cluster_of, notes_of
@@ -23,7 +24,8 @@ _GIB = 2**30
 def fit(asked: argparse.Namespace) -> int:
     """Print the fewest devices of each kind that hold a step, or that train so many tokens in time."""
     goal = Goal.of(asked.tokens, asked.days, asked.price)
-    kinds = [cluster_of(kind, asked.fabric) for kind in asked.clusters.split(",")]
+    names = asked.clusters.split(",")
+    kinds = [cluster_of(name, asked.fabric) for name in names]
     model, inputs = Named(asked.model, asked.inputs).made()
     request = Request(
         mesh=1,
@@ -43,20 +45,26 @@ def fit(asked: argparse.Namespace) -> int:
         return 0
     print(f"{asked.model}: {count_of(model)}, {work.amount:,} {work.unit} a step\n")
     print("\n".join(_text(rows, work.unit, goal)))
-    example = next((held.plan for held in rows if held.plan is not None), None)
-    if example is not None:
-        print(f"\n{_command(asked, example)}\n    plans the first of these again, and closer to the fastest")
+    example = next((held for held in rows if held.plan is not None), None)
+    if example is not None and example.plan is not None:
+        print(f"\n{_command(asked, example.plan, names[rows.index(example)])}")
+        print("    plans the first of these again, and closer to the fastest")
     vain = [_in_vain(held) for held in rows if held.refused or held.plan is None]
     vain += [_late(held) for held in rows if held.is_late]
-    print("\n".join(["", *vain, *_SAID, *(note for kind in kinds for note in notes_of(kind))]))
+    print("\n".join(["", *vain, *_explained(goal), *(note for kind in kinds for note in notes_of(kind))]))
     return 0
 
 
-_SAID = (
-    "Each line is a plan that was found, a few percent from the fastest. On fewer devices none was found, or they",
-    "lack the room for parameters, gradients and optimizer states. Numbers of devices that share the rows of the batch",
-    "evenly are tried: divisors of a node, then whole nodes. Seconds are the middle of what nine steps of ten take.",
-)
+def _explained(goal: Goal | None) -> list[str]:
+    """Lines that say what the rows are."""
+    late = ", or they take longer" if goal is not None and goal.days is not None else ""
+    text = (
+        "Each line is a plan that was found, a few percent from the fastest. On fewer devices none was found, or they "
+        f"lack the room for parameters, gradients and optimizer states{late}. Numbers of devices that share the rows "
+        "of the batch evenly are tried: divisors of a node, then whole nodes. Seconds are the middle of what nine "
+        "steps of ten take; recompute is its share of them."
+    )
+    return textwrap.wrap(text, width=118)
 
 
 def _text(rows: list[KindFit], unit: str, goal: Goal | None) -> list[str]:
@@ -67,8 +75,8 @@ def _text(rows: list[KindFit], unit: str, goal: Goal | None) -> list[str]:
     kinds = ["parameters", "gradients", "optimizer states", "saved activations"]
     said = aligned(tuple(head), (_does(held, goal) for held in rows))
     held_head = ("GiB a device", "devices", *kinds, "others", "of", "peak")
-    fitting = [held for held in rows if held.plan is not None]
-    return [*said, "", *aligned(held_head, (_holds(held, held.plan, kinds) for held in fitting if held.plan))]
+    holds = [_holds(held, held.plan, kinds) for held in rows if held.plan is not None]
+    return [*said, "", *aligned(held_head, holds)] if holds else said
 
 
 def _in_vain(held: KindFit) -> str:
@@ -107,10 +115,12 @@ def _holds(held: KindFit, plan: Plan, kinds: list[str]) -> tuple[str, ...]:
     return held.kind.name, str(plan.mesh.size), *(f"{n / _GIB:.2f}" for n in parts)
 
 
-def _command(asked: argparse.Namespace, plan: Plan) -> str:
-    """The command that plans a row of the table."""
+def _command(asked: argparse.Namespace, plan: Plan, kind: str) -> str:
+    """The command that plans a row of the table; `kind` is a name or the path of a profile."""
     said = [f"autopar plan {asked.model} --mesh {'x'.join(map(str, plan.mesh.shape))}"]
-    said.append(f"--cluster {plan.cluster.partition(' ')[0]} --microbatches {plan.microbatches}")
+    fabric = f" --fabric {asked.fabric}" if asked.fabric else ""
+    cluster = f"{kind}{fabric}" if kind.endswith(".json") else plan.cluster.partition(" ")[0]
+    said.append(f"--cluster {cluster} --microbatches {plan.microbatches}")
     names = ("inputs", "precision", "budget")
     said += [f"--{name} {getattr(asked, name)}" for name in names if getattr(asked, name)]
     said += [f"--optimizer {asked.optimizer}"] if asked.optimizer != "adamw" else []

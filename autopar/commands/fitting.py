@@ -21,7 +21,7 @@ from autopar.planning import Planning
 from autopar.request import Request
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
-from autopar.solver.figures import size
+from autopar.solver.figures import several, size
 from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.plan import Plan
 from autopar.turns import FEW, head_of, in_chunks, numbers_of_chunks
@@ -76,7 +76,7 @@ class Fitting:
                 return KindFit(kind, room, self.on(kind, devices), tuple(refused))
             except Infeasible as e:
                 refused[devices] = e.smallest
-                log.info("%s: %d devices hold no plan: %s", kind.name, devices, e.seen.partition(";")[0])
+                log.info("%s: no plan on %s: %s", kind.name, several(devices, "device"), e.seen.partition(";")[0])
         return KindFit(kind, room, None, tuple(refused))
 
     def on(self, kind: Cluster, devices: int) -> Plan:
@@ -99,10 +99,11 @@ class Fitting:
         """The plan in so many micro-batches. If not roomy, it recomputes, with a loss head in chunks."""
         mesh = DeviceMesh.of(request.mesh)
         hardware = request.hardware.name
-        log.info("%s: planning on %d devices in %d micro-batches", hardware, mesh.size, turns)
+        where = f"{hardware}: {several(mesh.size, 'device')}"
+        log.info("%s: planning in %s", where, several(turns, "micro-batch"))
         graph = self._graph(turns, not is_roomy)
         plan = Planning(request, graph, math.inf, is_tight=not is_roomy).on(mesh)
-        log.info("%s: %d devices hold it, in %s each", hardware, mesh.size, size(plan.peak_bytes))
+        log.info("%s: a plan was found, of %s each", where, size(plan.peak_bytes))
         return replace(plan, workload=workload_of(self.graph, request))
 
     def _on(self, kind: Cluster, devices: int) -> Request:

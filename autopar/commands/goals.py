@@ -28,7 +28,9 @@ class Goal:
         """The goal that a command line names, if it names one."""
         for name, given in (("--days", days), ("--price", price)):
             if given is not None and tokens is None:
-                raise Letter(f"{name} {given:g} is of a number of tokens", advice="--tokens 1T")
+                raise Letter(
+                    f"{name} {given:g} needs the number of tokens that are to be trained", advice="--tokens 1T"
+                )
             if given is not None and not 0 < given < math.inf:
                 raise Letter(f"{name} {given:g} is not more than 0")
         return None if tokens is None else Goal(tokens_of(tokens), days, price)

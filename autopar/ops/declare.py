@@ -24,7 +24,7 @@ def rule(op: Any, text: str, linear: str = "") -> None:
     whole.
     """
     name = _name(op)
-    said = parse(text, linear)
+    said = parse(_text("the rule ", text), _text("linear=", linear))
     check_marks(name, said)
     FACTS.setdefault(name, Facts()).rule = said
     frame: Any = sys._getframe(1)
@@ -43,6 +43,15 @@ def users_rule(name: str) -> str:
 def rules_of_users() -> tuple[tuple[str, str], ...]:
     """The rules that no test of autopar proves, each with the name of its op."""
     return tuple(sorted((name, repr(facts.rule)) for name, facts in FACTS.items() if users_rule(name)))
+
+
+def _text(what: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise BadRule(
+            f"{what}{given!r} is not a text",
+            advice='rule("mylib::scan", "b s! -> b s!"), with linear="x" where the op is linear in its first operand',
+        )
+    return given
 
 
 def _name(op: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 from autopar.graph.layers import folded
@@ -29,6 +30,11 @@ def count(n: float) -> str:
         if n >= scale:
             return f"{n / scale:.3g}{unit}"
     return f"{n:.0f}"
+
+
+def several(n: int, noun: str) -> str:
+    """A number of things: 1 device, 2 devices, 2 batches."""
+    return f"{n} {noun}" + ("" if n == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def sizes(shape: Iterable[int]) -> str:
@@ -70,13 +76,18 @@ def folded_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def aligned(head: Row, rows: Iterable[Row]) -> list[str]:
-    """Lines of a table with aligned columns, the last one to the right; without rows, a line says so."""
+    """Lines of a table, columns of numbers and the last to the right; a line where it has no rows."""
     table = [head, *rows]
     if len(table) == 1:
         return [f"{head[0]}: none"]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for *cells, last in table:
-        left = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
-        lines.append("  ".join([*left, last.rjust(widths[-1])]).rstrip())
-    return lines
+    columns = list(zip(*table, strict=True))
+    placed = []
+    for k, column in enumerate(columns):
+        width = max(map(len, column))
+        is_right = k + 1 == len(columns) or (k > 0 and all(map(_is_number, column[1:])))
+        placed.append([cell.rjust(width) if is_right else cell.ljust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*placed, strict=True)]
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or re.fullmatch(r"[\d,.]+%?", cell) is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -127,10 +128,18 @@ def _named(plan: Plan, pattern: str) -> list[str]:
 
     names = [name for name in plan.decisions if is_named(name) or ("*" in pattern and is_named(folded(name)))]
     if not names:
-        near = difflib.get_close_matches(pattern, {*plan.decisions, *map(folded, plan.decisions)}, n=6, cutoff=0.4)
+        known = {*plan.decisions, *map(folded, plan.decisions), *_modules(plan)}
+        near = difflib.get_close_matches(pattern, known, n=6, cutoff=0.4)
         seen = ", ".join(near or list(plan.decisions)[:6])
         raise BadPlan(f"the plan has no site called {pattern!r}", seen=seen, advice="a name that plan.table() prints")
     return names
+
+
+def _modules(plan: Plan) -> Iterator[str]:
+    """Paths of the modules in the names of a plan's sites."""
+    for name in plan.decisions:
+        parts = re.split("[/:]", name)[0].split(".")
+        yield from (".".join(parts[:k]) for k in range(1, len(parts) + 1))
 
 
 def difference(one: Plan, other: Plan) -> str:
@@ -198,7 +207,9 @@ def _told_apart(one: Plan, other: Plan) -> list[str]:
         return []
     differ = abs(one.step_time_s - other.step_time_s) / max(one.step_time_s, other.step_time_s)
     least = max(resolution(plan.sources) for plan in (one, other))
-    said = f"step    {time(one.step_time_s)} | {time(other.step_time_s)}, {differ:.1%} apart"
+    expected = f"{time(one.expected_s)} | {time(other.expected_s)}"
+    formulas = f"{time(one.step_time_s)} | {time(other.step_time_s)}"
+    said = f"step    {expected}; {formulas} by formulas, {differ:.1%} apart"
     peaks = f"memory  {size(one.peak_bytes)} | {size(other.peak_bytes)}"
     return [
         peaks,

@@ -41,8 +41,8 @@ class Annealing:
 
 
 if __name__ == "__main__":
-    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
-    graph = ColoTracer().trace(model, (torch.randn(64, 256),), loss=lambda out, inputs: out.square().mean())
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+    graph = ColoTracer().trace(model, (torch.randn(2048, 1024),), loss=lambda out, inputs: out.square().mean())
     space = shardings(graph, Setting(autopar.DeviceMesh((4,)), autopar.Cluster.of("h100-8x1")))
     mine, best = solve(space, searches=(Annealing(2000),)), solve(space, searches=SEARCHES)
     print(f"annealing {mine.step_time_s * 1e6:.2f} us; proven best {best.step_time_s * 1e6:.2f} us")

@@ -110,6 +110,20 @@ def test_fit_prints_rows_that_plan_can_make_again(config, capsys):
     assert main([*again.split()[1:], "--quiet"]) == 0 and "cluster h100-8x1" in capsys.readouterr().out
 
 
+def test_the_command_of_a_row_names_a_profile_by_its_path(config, tmp_path, capsys):
+    profile = str(tmp_path / "mine.json")
+    Cluster.of("l4").save(profile)
+    asked = ["fit", config, "--clusters", profile, "--fabric", "10G", "--inputs", "batch=16,seq=64", "--quiet"]
+    assert main([*asked, "--tokens", "1M", "--days", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert "or they take longer" in " ".join(said.split())  # Fewer devices may hold a step.
+    again = next(line for line in said.splitlines() if line.startswith("autopar plan "))
+    assert main([*again.split()[1:], "--quiet"]) == 0 and "(cluster mine@10G)" in capsys.readouterr().out
+    assert main([*asked, "--budget", "1KiB"]) == 0
+    said = capsys.readouterr().out
+    assert "no number of devices" in said and "GiB a device" not in said and "take longer" not in said
+
+
 def test_a_fabric_replaces_the_link_between_nodes():
     named = Cluster.of("h100@100G-8x2")
     assert named == Cluster.of("h100-8x2").with_fabric(100) and named.name == "h100@100G-8x2"
@@ -188,4 +202,11 @@ def test_a_mesh_is_checked_without_a_search(config, capsys):
     saved, full = (way["bytes"]["saved activations"] for way in ways.values())
     assert full < saved
     assert main([*asked, "--budget", "500KiB"]) == 1 and "does not fit in 500.00 KiB" in capsys.readouterr().out
-    assert main([*asked, "--parallel", "ddp"]) == 0 and "ddp on mesh" in capsys.readouterr().out
+    assert main([*asked, "--parallel", "ddp"]) == 0
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert "ddp on mesh" in said and said.count("fullest at the ") == len(ways)
+    head = next(k for k, line in enumerate(lines) if line.startswith("at the fullest time"))
+    last = next(k for k, line in enumerate(lines) if line.startswith("together, GiB"))
+    end = lines[head].index("is saved") + len("is saved")
+    assert all(line[end - 1].isdigit() and line[end] == " " for line in lines[head + 1 : last + 1])

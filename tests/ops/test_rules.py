@@ -200,6 +200,12 @@ def test_a_line_that_cannot_be_read_is_a_letter(line, linear, match):
         parse(line, linear)
 
 
+@pytest.mark.parametrize("given, match", [({"linear": None}, "linear=None is not a text"), ({"text": 3}, "rule 3 is")])
+def test_a_rule_that_is_not_text_is_a_letter(given, match):
+    with pytest.raises(BadRule, match=match):
+        autopar.rule("autopar_tests::looks_up", **{"text": "b -> b", **given})
+
+
 @pytest.mark.parametrize("shapes, out", [([(5, 4)], (5, 4)), ([(5, 4), (3, 6)], (5, 6)), ([(5, 4, 2), (2, 6)], (5, 6))])
 def test_a_call_that_does_not_fit_is_a_letter(shapes, out):
     with pytest.raises(BadRule):

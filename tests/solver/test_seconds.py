@@ -19,6 +19,7 @@ from autopar.runtime.collectives import STEPS
 from autopar.sharding.certainty import MEASURED, PEAK, REACHED, SPREADS
 from autopar.sharding.cluster import Measured, Timed
 from autopar.sharding.cost_model import CostModel, Message
+from autopar.solver.figures import time
 from autopar.solver.lanes import COMMUNICATION
 from autopar.tracer import ColoTracer
 from tests.language import NO_PADDING, meta_gpt2, meta_llama_8b
@@ -145,6 +146,7 @@ def test_two_plans_are_told_apart_only_where_their_steps_differ_enough():
     )
     near, far = (replace(other, step_time_s=one.step_time_s * times) for times in (1.02, 1.2))
     assert "can be told apart" in one.diff(near)
+    assert f"step    {time(one.expected_s)} | {time(far.expected_s)}; " in one.diff(far)  # as print(plan) has them
     assert "told apart" not in one.diff(far)
 
 

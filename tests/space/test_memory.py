@@ -287,3 +287,12 @@ def test_wrong_bytes_are_noticed(name, monkeypatch):
     monkeypatch.setattr(*plant)
     planned, held = memory_models.compared(model, plan)
     assert not 0.99 <= planned.peak_bytes / held <= 1.05
+
+
+def test_no_kind_holds_less_than_nothing(tmp_path):
+    """The gradient of a sum is one memory for both operands, and a file has whole numbers of bytes."""
+    plan = autopar.plan(gpt2(1), zeros(16, 64), mesh=1)
+    _, held = plan.line()
+    assert min(min(nbytes) for nbytes in held.values()) >= 0
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json").peak_bytes == plan.peak_bytes

@@ -128,6 +128,8 @@ def test_a_place_is_explained_by_what_the_table_prints():
     for wrong in ("", None, 3):
         with pytest.raises(BadPlan, match="not the name of a place"):
             plan.explain(wrong)
+    with pytest.raises(BadPlan, match=r"with.* transformer.h.1[, ]"):  # a module, before the ops of other layers
+        plan.explain("transformers.h.1")
     with pytest.raises(BadPlan, match="has no site"):
         plan.explain("transformer.h.*.mlp.fc")
 
