@@ -242,10 +242,7 @@ class Memory:
         held["gradients of activations"] = held["gradients of activations"] + counted_twice
         held["transients"] = held["transients"] - counted_twice
         places = np.array([edge.place(picked) for edge in edges], int).reshape(-1, 2).T
-        own = held["transients"]
-        held["transients"] = np.maximum(own, 0.0) + self.beside(Taken(np.array(picked, int), *places))
-        # Less than nothing of its own: an op's backward holds fewer gradients than pieces count at its time.
-        held["gradients of activations"] = held["gradients of activations"] + np.minimum(own, 0.0)
+        held["transients"] = held["transients"] + self.beside(Taken(np.array(picked, int), *places))
         return held
 
     def beside(self, taken: Taken) -> np.ndarray:
