@@ -231,7 +231,7 @@ def check_fits(devices: int, cluster: Cluster) -> None:
         kind = cluster.name.rpartition("-")[0]
         raise BadCluster(
             f"{devices} devices are asked for, and cluster {cluster.name} has {has}",
-            seen=f"{cluster.nodes} nodes of {cluster.devices_per_node} devices",
+            seen=f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node} devices",
             advice=f'cluster="{kind}-{cluster.devices_per_node}x{nodes}", or a mesh of {has}',
         )
 

@@ -291,6 +291,7 @@ def _roles_in_words(plan: Plan) -> list[str]:
         why = "" if plan.bound_of else ", as any exchange would take longer than it saves"
         return [f"nothing is divided: each of the {plan.mesh.size} devices computes all of it{why}"]
     used = [text for (role, _), axes in roles.items() if (text := _cuts_in_words(role, plan, axes))]
+    used = used or [f"each of the {plan.mesh.size} devices computes all of it"]
     stored: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
     for (role, alone), axes in roles.items():
         if role.stored and not role.weights:  # Weights that are used in parts are stored so.

@@ -18,8 +18,8 @@ from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import public_name
 from autopar.sharding.placement import Sharding
-from autopar.sharding.strategies import Choice
-from autopar.solver.decision import Conversion, Recomputed
+from autopar.sharding.strategies import Choice, Strategy
+from autopar.solver.decision import Conversion, Decision, Recomputed
 from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
 from autopar.solver.limits import LIMITS
 from autopar.solver.summary import ITSELF, batch_of, parts_of_step, sources_of, speed_of, title_of, verdict
@@ -164,11 +164,15 @@ def _asked_apart(one: Plan, other: Plan) -> list[str]:
 
 
 def _differences(one: Plan, other: Plan) -> Iterator[Row]:
+    def are_alike(mine: Decision, theirs: Decision) -> bool:
+        """Whether an op is divided into the same parts, by axes of other sizes."""
+        return one.mesh.shape != other.mesh.shape and _parts_of(mine, one.mesh) == _parts_of(theirs, other.mesh)
+
     if one.mesh != other.mesh:
         yield "mesh", str(one.mesh), str(other.mesh)
     for name in dict.fromkeys((*one.decisions, *other.decisions)):
         mine, theirs = one.decisions.get(name), other.decisions.get(name)
-        if mine is None or theirs is None or mine.choice != theirs.choice:
+        if mine is None or theirs is None or not (mine.choice == theirs.choice or are_alike(mine, theirs)):
             yield name, *(str(d.choice) if d else "absent" for d in (mine, theirs))
     for value in sorted(one.recomputed ^ other.recomputed):
         yield value, _state(one, value), _state(other, value)
@@ -183,6 +187,15 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
             yield name, *(_setting(plan, name) for plan in (one, other))
     if one.passing != other.passing:
         yield "in passing", *(f"{len(plan.passing)} values" for plan in (one, other))
+
+
+def _parts_of(d: Decision, mesh: DeviceMesh) -> dict[Strategy, int]:
+    """The parts into which each strategy divides an op: (2, 2) devices and 4 in a row make the same."""
+    parts: dict[Strategy, int] = {}
+    for strategy, n in zip(d.choice.strategies, mesh.shape, strict=True):
+        if n > 1 and not strategy.is_unused:
+            parts[strategy] = parts.get(strategy, 1) * n
+    return parts
 
 
 def _setting(plan: Plan, name: str) -> str:

@@ -150,6 +150,16 @@ def test_two_plans_are_told_apart_only_where_their_steps_differ_enough():
     assert "told apart" not in one.diff(far)
 
 
+def test_plans_of_other_meshes_differ_where_an_op_is_divided_otherwise():
+    """Rows over (2, 2) devices and over four in a row are the same parts."""
+    model, batch = meta_gpt2(1, batch=32)
+    row = autopar.plan(model, batch, mesh=4, parallel="dp")
+    square, tensor = (autopar.plan(model, batch, mesh=(2, 2), parallel=preset) for preset in ("dp", "megatron"))
+    ops = {name for name, decision in row.decisions.items() if decision.kind == "op"}
+    listed = [{line.partition(" ")[0] for line in row.diff(plan).splitlines()} & ops for plan in (square, tensor)]
+    assert not listed[0] and any("mlp" in name for name in listed[1])
+
+
 def test_measured_curves_are_a_source_of_their_own():
     assert SPREADS.keys() == {MEASURED, REACHED, PEAK}
     assert all(low < high for low, high in SPREADS.values())
