@@ -8,16 +8,13 @@ The launchers beside this file start it. After SIGTERM, by which they announce a
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autopar
 
@@ -35,35 +32,20 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(16, 32, generator=torch.Generator().manual_seed(step))}
 
 
-def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer, "random": model.random_state}
-
-
-def complete(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in folder.glob("step-*/.metadata"))  # which is written last
-
-
 def loop(folder: Path, steps: int, stops: Sequence[int] = ()) -> None:
     """Train up to a step, from the last checkpoint on; ranks leave once `stops` of one of them is no longer empty."""
     torch.manual_seed(0)
     model = autopar.autoparallelize(Net(), batch(0), parallel="fsdp", cache=folder / "plans", timeout_s=60)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if there := complete(folder):
-        read = states(model, optimizer)
-        dcp.load(read, checkpoint_id=there[-1])
-        set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
-    for step in range(int(there[-1].name.partition("-")[2]) if there else 0, steps):
+    start = autopar.load(folder, model, optimizer)
+    for step in range(start.step, steps):
         loss = model(**batch(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {step}: {loss.item():.6f}", flush=True)
-        dcp.save(states(model, optimizer), checkpoint_id=folder / f"step-{step + 1:08}")  # every so many, in earnest
-        if dist.get_rank() == 0:
-            for old in complete(folder)[:-2]:
-                shutil.rmtree(old)
+        autopar.save(folder, model, optimizer, step=step + 1, keep=2)  # every so many steps, in earnest
         told = torch.tensor(len(stops), device=loss.device)
         dist.all_reduce(told)  # ranks are told at different moments, and leave after the same step
         if told:

@@ -1,4 +1,4 @@
-"""A job under torchrun whose rank raises or is killed: it goes on, and its losses are those of one device."""
+"""A job under torchrun whose rank raises, is killed or hangs: it goes on, and its losses are those of one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from autopar.commands.machines import run
 from tests.docs.blocks import HERE
 
 TRAIN = str(HERE / "examples" / "ops" / "train.py")
-FAULTS = {"raises": 'raise ValueError("mine")', "is killed": "os.kill(os.getpid(), 9)"}
+FAULTS = {
+    "raises": 'raise ValueError("mine")',
+    "is killed": "os.kill(os.getpid(), 9)",
+    "hangs": "__import__('time').sleep(600)",  # until the others have lost it
+}
 # Rank 1 fails in the third step of the job's first start.
 FAULTY = """
 import os, runpy, sys, torch
@@ -39,17 +43,22 @@ def losses(said):
 
 @pytest.mark.machines
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", ["raises", pytest.param("is killed", marks=pytest.mark.nightly)])
-def test_a_job_goes_on_where_it_was(fault, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "fault, ranks",
+    [
+        ("raises", 2),
+        *(pytest.param(fault, 2, marks=pytest.mark.nightly) for fault in ("is killed", "hangs")),
+        *(pytest.param(fault, 4, marks=pytest.mark.nightly) for fault in FAULTS),
+    ],
+)
+def test_a_job_goes_on_where_it_was(fault, ranks, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [TRAIN, "--folder", str(tmp_path / "whole"), "--steps", "4"])
     runpy.run_path(TRAIN, run_name="__main__")
     whole = losses(capsys.readouterr().out)
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(fault=FAULTS[fault], train=TRAIN))
     logs = tmp_path / "logs"
-    command = (
-        f"-m autopar run --ranks 2 --max-restarts 1 --log-dir {logs} {script} --folder {tmp_path / 'run'} --steps 4"
-    )
+    command = f"-m autopar run --ranks {ranks} --max-restarts 1 --log-dir {logs} {script} --folder {tmp_path / 'run'} --steps 4"
     done = subprocess.run(
         [sys.executable, *command.split()],
         capture_output=True,
