@@ -108,7 +108,15 @@ def trained(model, batch, plan, how):
     return found | {n: b.clone() for n, b in mine.named_buffers()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+PASSED_BY_DAY = ("bert", "eager gpt2", "pictures")  # the others are compared as they are; nightly all in both ways
+
+
+def by_day(*names):
+    """All models as parameters, of which these run by day."""
+    return [pytest.param(name, marks=[] if name in names else pytest.mark.nightly) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", by_day("gpt2", "llama", "pictures", "layers"))
 def test_gradients_and_buffers_are_bit_for_bit_those_of_the_plan_that_saves_all(name):
     model, batch, how = MODELS[name]()
     with everything_counts():
@@ -130,7 +138,7 @@ def in_passing(plan: Plan, seed: int) -> Plan:
     return plan.recomputing(ops, passing)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(*PASSED_BY_DAY))
 def test_in_passing_too(name):
     """What is made in passing comes twice, and gradients stay bit for bit the same."""
     model, batch, how = MODELS[name]()
@@ -164,7 +172,12 @@ def planned(name: str, policy="none") -> Plan:
         )
 
 
-@pytest.mark.parametrize("name", RANKS)
+PROCESSES = "tensors and sequence"  # by day on processes, the others on threads
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name == PROCESSES else []) for name in RANKS]
+)
 def test_four_ranks_train_what_one_device_trains(name, threads):
     """Under the presets that move values with what "full" repeats, under ZeRO-3 and its like with all that there is."""
     with everything_counts():
@@ -192,7 +205,7 @@ def with_everything(rank, train, *arguments):
         return train(rank, *arguments)
 
 
-@pytest.mark.parametrize("name", ["tensors and sequence", "zero3"])
+@pytest.mark.parametrize("name", [PROCESSES, pytest.param("zero3", marks=pytest.mark.nightly)])
 def test_four_processes_train_what_one_device_trains(name):
     """Some of it in passing, on gloo."""
     with everything_counts():
@@ -597,7 +610,7 @@ def test_a_smaller_budget_is_never_faster(halved):
     how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     free = autopar.plan(model, batch, memory_budget="inf", **how)
     last = free.step_time_s
-    for share in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4):
+    for share in (0.95, 0.8, 0.6, 0.45):
         plan = autopar.plan(model, batch, memory_budget=int(share * free.peak_bytes), **how)
         assert plan.step_time_s >= last * (1 - 1e-9), share
         last = plan.step_time_s
