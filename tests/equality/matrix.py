@@ -146,14 +146,14 @@ MODELS = {
         ),
         lambda: picture(64),
     ),
-    "resnet50": Model(
+    "resnet": Model(
         hf(
             "ResNetConfig",
             "ResNetForImageClassification",
             None,
             embedding_size=8,
             hidden_sizes=[16, 32, 32, 64],
-            depths=[3, 4, 6, 3],
+            depths=[2, 1, 1, 1],
         ),
         lambda: picture(64),
     ),
