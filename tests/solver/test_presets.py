@@ -131,7 +131,8 @@ def test_megatron_reduces_twice_a_layer_each_way():
     "name, parallel",
     [
         *(
-            pytest.param(n, p, marks=[] if i in (0, 1, 2, 7) else [pytest.mark.nightly])
+            # tests/equality/test_matrix.py trains the others by day
+            pytest.param(n, p, marks=[] if i == 1 else [pytest.mark.nightly])
             for i, (n, p) in enumerate(
                 itertools.product(
                     ["gpt2", "llama"], ["zero3", "megatron", "2d", dict(tensor=2, data=dict(size=2, zero=3))]
@@ -238,7 +239,6 @@ def test_the_search_over_meshes_takes_the_best():
     each = {str(DeviceMesh(shape)): planned("llama", DeviceMesh(shape)).step_time_s for shape in shapes}
     assert found.step_time_s == min(each.values()) and {row[0]: row[1] for row in found.meshes} == each
     assert "mesh" in found.table() and all(text in found.table() for text in each)
-    assert planned("llama", 8).to_dict() == found.to_dict()
 
 
 @pytest.mark.parametrize("preset", ["dp", "zero1", "fsdp", {"data": {"size": 8, "zero": 3}}], ids=str)
@@ -511,7 +511,11 @@ def test_a_budget_that_nothing_meets_names_the_smallest_plan_of_micro_batches():
 
 
 @pytest.mark.parametrize(
-    ("make", "mesh", "share"), [(gpt2, (2, 2), 0.1), (llama, 2, 0.2)], ids=["gpt2 on (2, 2)", "llama on 2"]
+    ("make", "mesh", "share"),
+    [
+        pytest.param(gpt2, (2, 2), 0.1, id="gpt2 on (2, 2)", marks=pytest.mark.nightly),
+        pytest.param(llama, 2, 0.2, id="llama on 2"),
+    ],
 )
 def test_the_budget_that_a_letter_names_is_met(make, mesh, share):
     """The smallest plan of the letter is found again where its bytes are the budget, which is larger."""
