@@ -260,11 +260,7 @@ def test_gradients_that_wait_are_the_same(threads):
             assert all(torch.equal(one[n], other[n]) for n in one)
 
 
-def count_collectives(rank, model, batch, plan):
-    return len(autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan).joint.collectives)
-
-
-def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does(threads):
+def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does():
     mesh, how = RANKS["tensors and sequence"]
     model, batch = language.llama(), language.drawn(4, 16, 256)
     plan = autopar.plan(model, batch, mesh=mesh, parallel=how, memory_budget="inf", assume=language.NO_PADDING)
@@ -276,8 +272,10 @@ def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does(t
     acts = frozenset(n for n, d in plan.decisions.items() if d.kind == "op" and "mlp" in n and "linear" not in n)
     assert len(gathers) >= 4 and len(acts) >= 2
 
+    graph = ColoTracer().trace(model, batch, assume=language.NO_PADDING)
+
     def count(recomputed):
-        return threads(4, count_collectives, model, batch, plan.recomputing(recomputed))[0]
+        return len(lower(graph, plan.recomputing(recomputed), (0, 0)).joint.collectives)
 
     before = count(frozenset())
     assert count(acts) == before
@@ -527,7 +525,7 @@ def test_the_letter_names_a_budget_that_a_plan_fits_in(halved):
     how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     budget = plan.budget
     while True:  # the first that nothing fits; where it is not hopeless the letter tells of recompute
-        budget = int(budget * 0.9)
+        budget = int(budget * 0.8)
         try:
             least = autopar.plan(model, batch, memory_budget=budget, **how)
         except autopar.Infeasible as e:

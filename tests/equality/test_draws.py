@@ -192,7 +192,9 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "gru" else []) for name in DRAWN]
+)
 def test_what_draws_is_eager_with_the_same_bits(name, threads):
     model, batch = DRAWN[name](), {"x": torch.randn(6, 6).double()}
     reference, bits = copy.deepcopy(model), ByPosition(seed=11)

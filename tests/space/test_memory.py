@@ -92,7 +92,7 @@ MODELS = {
     "regathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
     "gathered window by window": lambda: (gpt2(width=256), zeros(8, 64)),
     "read in parts, then whole": lambda: (EachReadTwice(), {"x": torch.zeros(512, 256)}),
-    "queries that are gathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
+    "queries that are gathered": lambda: (llama(1, inner=192, vocabulary=512), zeros(16, 64)),
     "gradients that are cut and cast": lambda: (MLP(256, 4), {"x": torch.zeros(512, 256), "y": torch.zeros(512, 256)}),
     "gradients of transposed casts": lambda: (gpt2(dropout=0.0), zeros(16, 64)),
     "gradients that are gathered": lambda: (MLP(256, 4), {"x": torch.zeros(512, 256), "y": torch.zeros(512, 256)}),
@@ -176,7 +176,8 @@ def test_a_gradient_that_accumulates_is_held_until_it_is_added(how, fake_world):
 
 OVER_TWO_AXES = {"parallel": "zero3", "microbatches": 2, "recompute": "full"}
 PAIRS = memory.PAIRS | {
-    "three layers of llama, zero3 over two axes": memory.Pair(memory.llama, (2, 2), OVER_TWO_AXES, given={"layers": 3})
+    "two layers of llama, 2d": replace(memory.PAIRS["llama 2d"], given={"layers": 2}),
+    "three layers of llama, zero3 over two axes": memory.Pair(memory.llama, (2, 2), OVER_TWO_AXES, given={"layers": 3}),
 }
 
 
@@ -202,14 +203,17 @@ def test_messages_of_windows_are_held_one_after_the_other(name, share):
     [
         # the embedding's gradient is no sum: the others wait for no bucket with it
         pytest.param("llama zero3 bfloat16", 0.7, marks=pytest.mark.nightly),
-        ("llama 2d", 0.5),  # norms are whole: the message of what is gathered again comes where the others are read
+        (
+            "two layers of llama, 2d",
+            0.5,
+        ),  # norms are whole: the message of what is gathered again comes where the others are read
         pytest.param("llama tight", 0.7, marks=pytest.mark.nightly),  # a gradient is gathered behind its op's backward
         # a tied table's gradients are added up before they are reduced, and wait so
         pytest.param("bert free, head in 2 chunks, 2 micro-batches", 0.7, marks=pytest.mark.nightly),
     ],
 )
 def test_a_plan_that_recomputes_holds_what_it_says(name, share):
-    pair = memory.PAIRS[name]
+    pair = PAIRS[name]
     plan = memory.planned(pair, share)
     assert plan.recomputed
     assert 0.99 <= plan.peak_bytes / memory.run_plan(plan, pair, 0, by_tracker=True)[3] <= 1.03
