@@ -24,8 +24,8 @@ MODELS = {
     "bert": lambda: bert(dropout=0.0),
     "qwen3": lambda: of("qwen3"),
     "gemma2": lambda: of("gemma2"),
-    "gpt_neox": lambda: of("gpt_neox"),
     "t5 1.1": lambda: of("t5 1.1", dropout_rate=0.0),
+    "gpt_neox": lambda: of("gpt_neox"),
 }
 HOW = {
     "zero3 on four": ((4,), {"parallel": "zero3"}),

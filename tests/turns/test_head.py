@@ -42,7 +42,7 @@ def test_a_head_in_chunks_is_the_head(name, count, mesh):
 @pytest.mark.parametrize(
     "parallel, mesh",
     [
-        ("dp", (4,)),
+        pytest.param("dp", (4,), marks=pytest.mark.nightly),
         ("zero3", (4,)),
         ("megatron", (2,)),
         ({"tensor": {"size": 2, "mode": "megatron", "sequence": True}}, (2,)),
