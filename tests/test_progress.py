@@ -1,4 +1,7 @@
-"""Lines of progress: on rank 0, once, where logging is configured and where it is not."""
+"""Lines of progress: on rank 0, once, where logging is configured and where it is not.
+
+What is said on two ranks by default is said by one under each configuration.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,24 @@ with torch.no_grad():
 LINES = ("traced ", "planned on mesh", "lowered in", "its first forward", "first call without gradients, in this mode")
 
 
+ON_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
 @pytest.mark.machines
 @pytest.mark.parametrize(
-    "logging, begins",
+    "launch, logging, begins",
     [
-        ("", "autopar: "),
-        ("logging.basicConfig(level=logging.INFO, format='MINE %(message)s', stream=sys.stderr)", "MINE "),
-        ("logging.getLogger('autopar').setLevel(logging.WARNING)", None),
-        ("logging.basicConfig()", None),
+        (ON_TWO, "", "autopar: "),
+        ((), "logging.basicConfig(level=logging.INFO, format='MINE %(message)s', stream=sys.stderr)", "MINE "),
+        ((), "logging.getLogger('autopar').setLevel(logging.WARNING)", None),
+        ((), "logging.basicConfig()", None),
     ],
     ids=["by default", "configured", "silenced", "configured without INFO"],
 )
-def test_rank_0_says_what_it_does_once(logging, begins, tmp_path):
+def test_rank_0_says_what_it_does_once(launch, logging, begins, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(logging=logging))
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    run = [sys.executable, *launch, str(script)]
     said = subprocess.run(run, capture_output=True, text=True, timeout=150, check=True).stderr.splitlines()
     mine = [line for line in said if begins and line.startswith(begins)]
     for text in LINES:

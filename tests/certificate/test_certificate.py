@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ KNOWN = 0.9  # of values and of ends, of these models
 
 @pytest.mark.parametrize(
     ("name", "turns", "preset"),
-    diagonal([("gpt2", 1), ("bert", 1), ("vit", 1), ("llama", 1), ("gpt2", 2), ("llama", 2)], PRESETS),
+    diagonal([("gpt2", 1), ("bert", 1), ("vit", 1), ("llama", 1), ("gpt2", 2), ("llama", 2)], PRESETS, 3),
     ids=str,
 )
 def test_programs_are_typed(name, turns, preset):
@@ -58,7 +59,7 @@ def with_kernels(monkeypatch):
 WITH_KERNELS = (("gpt2", "zero3"), ("gpt2", BOTH), ("llama", "megatron"), ("llama", BOTH))
 
 
-@pytest.mark.parametrize(("name", "preset"), one_in(2, WITH_KERNELS, 1))
+@pytest.mark.parametrize(("name", "preset"), one_in(4, WITH_KERNELS, 3))
 def test_programs_with_kernels_are_typed(name, preset, with_kernels):
     """As the ops are that each kernel stands for; of a cut vocabulary the loss alone is open, no gradient."""
     program = lowered(name, preset, **with_kernels)
@@ -112,20 +113,26 @@ def test_no_random_plan_is_refused(first):
 
 
 @pytest.mark.parametrize(
-    ("preset", "turns"), [*((preset, 1) for preset in PRESETS[1:]), ("zero3", 2), ("2d", 2)], ids=str
+    ("preset", "turns"),
+    [*((preset, 1) for preset in PRESETS[1:]), ("zero3", 2), pytest.param("2d", 2, marks=pytest.mark.nightly)],
+    ids=str,
 )
-def test_one_wrong_reduction_is_refused(preset, turns):
-    """Dropped, doubled, over another axis, or scattered without a sum: each of them, one at a time, in every half."""
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_one_wrong_reduction_is_refused(preset, turns, step):
+    """Dropped, doubled, over another axis, or scattered without a sum, one at a time, in every half.
+
+    Every third of them by day.
+    """
     program, count = lowered("gpt2", preset, microbatches=turns), 0
-    for what, wrong in broken(program):
+    for what, wrong in itertools.islice(broken(program), 0, None, step):
         with pytest.raises(NotCertified):
             wrong.certified()
             pytest.fail(what)
         count += 1
-    assert count >= 4
+    assert count >= 4 // step
 
 
-@pytest.mark.parametrize("preset", ["dp", "zero3", BOTH], ids=str)
+@pytest.mark.parametrize("preset", ["dp", "zero3", pytest.param(BOTH, marks=pytest.mark.nightly)], ids=str)
 def test_a_gradient_is_summed_in_the_dtype_that_is_promised(preset):
     """A sum in bfloat16 of what has to be summed in float64 is refused, whatever is cast behind it."""
     program = lowered("gpt2", preset, precision=Precision("bfloat16", "float64"))

@@ -108,7 +108,15 @@ def trained(model, batch, plan, how):
     return found | {n: b.clone() for n, b in mine.named_buffers()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+PASSED_BY_DAY = ("bert", "eager gpt2", "pictures")  # the others are compared as they are; nightly all in both ways
+
+
+def by_day(*names):
+    """All models as parameters, of which these run by day."""
+    return [pytest.param(name, marks=[] if name in names else pytest.mark.nightly) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", by_day("gpt2", "llama", "pictures", "layers"))
 def test_gradients_and_buffers_are_bit_for_bit_those_of_the_plan_that_saves_all(name):
     model, batch, how = MODELS[name]()
     with everything_counts():
@@ -130,7 +138,7 @@ def in_passing(plan: Plan, seed: int) -> Plan:
     return plan.recomputing(ops, passing)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(*PASSED_BY_DAY))
 def test_in_passing_too(name):
     """What is made in passing comes twice, and gradients stay bit for bit the same."""
     model, batch, how = MODELS[name]()
@@ -164,7 +172,12 @@ def planned(name: str, policy="none") -> Plan:
         )
 
 
-@pytest.mark.parametrize("name", RANKS)
+PROCESSES = "tensors and sequence"  # by day on processes, the others on threads
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name == PROCESSES else []) for name in RANKS]
+)
 def test_four_ranks_train_what_one_device_trains(name, threads):
     """Under the presets that move values with what "full" repeats, under ZeRO-3 and its like with all that there is."""
     with everything_counts():
@@ -192,7 +205,7 @@ def with_everything(rank, train, *arguments):
         return train(rank, *arguments)
 
 
-@pytest.mark.parametrize("name", ["tensors and sequence", "zero3"])
+@pytest.mark.parametrize("name", [PROCESSES, pytest.param("zero3", marks=pytest.mark.nightly)])
 def test_four_processes_train_what_one_device_trains(name):
     """Some of it in passing, on gloo."""
     with everything_counts():
@@ -247,11 +260,7 @@ def test_gradients_that_wait_are_the_same(threads):
             assert all(torch.equal(one[n], other[n]) for n in one)
 
 
-def count_collectives(rank, model, batch, plan):
-    return len(autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan).joint.collectives)
-
-
-def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does(threads):
+def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does():
     mesh, how = RANKS["tensors and sequence"]
     model, batch = language.llama(), language.drawn(4, 16, 256)
     plan = autopar.plan(model, batch, mesh=mesh, parallel=how, memory_budget="inf", assume=language.NO_PADDING)
@@ -263,8 +272,10 @@ def test_a_recomputed_conversion_repeats_its_collectives_and_nothing_else_does(t
     acts = frozenset(n for n, d in plan.decisions.items() if d.kind == "op" and "mlp" in n and "linear" not in n)
     assert len(gathers) >= 4 and len(acts) >= 2
 
+    graph = ColoTracer().trace(model, batch, assume=language.NO_PADDING)
+
     def count(recomputed):
-        return threads(4, count_collectives, model, batch, plan.recomputing(recomputed))[0]
+        return len(lower(graph, plan.recomputing(recomputed), (0, 0)).joint.collectives)
 
     before = count(frozenset())
     assert count(acts) == before
@@ -514,7 +525,7 @@ def test_the_letter_names_a_budget_that_a_plan_fits_in(halved):
     how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     budget = plan.budget
     while True:  # the first that nothing fits; where it is not hopeless the letter tells of recompute
-        budget = int(budget * 0.9)
+        budget = int(budget * 0.8)
         try:
             least = autopar.plan(model, batch, memory_budget=budget, **how)
         except autopar.Infeasible as e:
@@ -597,7 +608,7 @@ def test_a_smaller_budget_is_never_faster(halved):
     how = dict(mesh=(1,), optimizer=0, cluster=on_cpu(), **NO_TURNS)
     free = autopar.plan(model, batch, memory_budget="inf", **how)
     last = free.step_time_s
-    for share in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4):
+    for share in (0.95, 0.8, 0.6, 0.45):
         plan = autopar.plan(model, batch, memory_budget=int(share * free.peak_bytes), **how)
         assert plan.step_time_s >= last * (1 - 1e-9), share
         last = plan.step_time_s

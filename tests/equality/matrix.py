@@ -76,6 +76,20 @@ def picture(size: int = 32, labels: bool = True):
     }
 
 
+def resnet(depths: list[int]):
+    return Model(
+        hf(
+            "ResNetConfig",
+            "ResNetForImageClassification",
+            None,
+            embedding_size=8,
+            hidden_sizes=[16, 32, 32, 64],
+            depths=depths,
+        ),
+        lambda: picture(64),
+    )
+
+
 def image(size: int):
     return {"x": torch.randn(ROWS, 3, size, size).double()}
 
@@ -146,17 +160,7 @@ MODELS = {
         ),
         lambda: picture(64),
     ),
-    "resnet50": Model(
-        hf(
-            "ResNetConfig",
-            "ResNetForImageClassification",
-            None,
-            embedding_size=8,
-            hidden_sizes=[16, 32, 32, 64],
-            depths=[3, 4, 6, 3],
-        ),
-        lambda: picture(64),
-    ),
+    "resnet50": resnet([3, 4, 6, 3]),
     "clip": Model(
         lambda: clip(attention_dropout=0.1),
         lambda: {**text(labels=False), "pixel_values": torch.randn(ROWS, 3, 32, 32).double(), "return_loss": True},
@@ -184,6 +188,7 @@ MODELS = {
         10,
     ),
 }
+SMALL = {"five blocks of resnet": resnet([2, 1, 1, 1])}  # beside the table, for the sample by day
 CASES = [(name, mesh, preset) for name in MODELS for mesh, presets in MESHES.items() for preset in presets]
 
 
@@ -192,11 +197,12 @@ def made(name: str):
     """A model far from symmetric points, and a batch."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = MODELS[name].build().train()
+        of = (MODELS | SMALL)[name]
+        model = of.build().train()
         for p in model.parameters():
             p.data += 0.05 * torch.randn_like(p)
-        batch = MODELS[name].inputs()
-        return model.double(), batch, torch.randint(0, MODELS[name].classes, (ROWS,)) if MODELS[name].classes else None
+        batch = of.inputs()
+        return model.double(), batch, torch.randint(0, of.classes, (ROWS,)) if of.classes else None
 
 
 def train(model, batch, target, next_step=lambda: None):

@@ -36,7 +36,14 @@ def sample(mesh, kind):
     return [RUNS[(i // 2) % 4] if i % 2 == 0 else RUNS[4 + (i // 2) % 4]]
 
 
-@pytest.mark.parametrize("mesh, kind", CASES, ids=str)
+BY_NIGHT = (1, 3, 4, 8, 10)  # the others by day have every run, every kind on two meshes or three
+
+
+@pytest.mark.parametrize(
+    "mesh, kind",
+    [pytest.param(*c, marks=pytest.mark.nightly if i in BY_NIGHT else []) for i, c in enumerate(CASES)],
+    ids=str,
+)
 def test_it_trains_what_one_device_trains(mesh, kind, threads):
     for dropout, optimizer, dtype in sample(mesh, kind):
         model, batch = gpt2(dropout, dtype)

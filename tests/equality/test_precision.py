@@ -18,6 +18,7 @@ from autopar.tracer import ColoTracer
 from autopar.tracer.precision import reference
 from tests.language import CASES
 from tests.models import mlp_case, still
+from tests.shares import diagonal
 from tests.training import whole
 
 
@@ -30,8 +31,7 @@ def case(name):
     return still(model), drawn
 
 
-@pytest.mark.parametrize("parallel", [None, "zero3", "megatron"])
-@pytest.mark.parametrize("reduce", ["float32", "float64"])
+@pytest.mark.parametrize("reduce, parallel", diagonal(["float64", "float32"], [None, "zero3", "megatron"]))
 def test_it_trains_as_the_single_device_program_on_casts(parallel, reduce, threads):
     """Computing in float64 what is stored in float32.
 

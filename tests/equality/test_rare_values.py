@@ -149,8 +149,18 @@ def drawn_plan(model, batch, seed):
     return random_plan_of(ColoTracer().trace(model, batch), DeviceMesh((2,)), np.random.default_rng(seed))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", PLANS)
+# of the one loss that takes seconds to plan, a drawn plan by day
+SLOW = "cosine_embedding_loss"
+
+
+@pytest.mark.parametrize(
+    "kind, case",
+    [
+        pytest.param(kind, case, marks=pytest.mark.nightly if case == SLOW and kind != "drawn" else [])
+        for kind in PLANS
+        for case in CASES
+    ],
+)
 def test_it_is_what_eager_computes(case, kind):
     model, batch = copy.deepcopy(CASES[case][0]).double(), CASES[case][1]
     how = PLANS[kind]

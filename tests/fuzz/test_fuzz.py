@@ -1,4 +1,4 @@
-"""Random modules under random legal plans: twelve here, two thousand nightly.
+"""Random modules under random legal plans: eight by day, two thousand nightly.
 
 And the first hundred notice each broken compiler.
 """
@@ -23,7 +23,7 @@ COUNT, OF_ALL, UNEVEN, AT_ONCE = 12, 4, 4, 4
 NOTICED_BY = 100  # modules
 
 
-@pytest.mark.parametrize("first", range(0, COUNT, AT_ONCE))
+@pytest.mark.parametrize("first", [0, pytest.param(4, marks=pytest.mark.nightly), 8])
 def test_random_modules_compute_the_same(first):
     for seed in range(first, first + AT_ONCE):
         fuzz(seed)
@@ -111,23 +111,22 @@ def test_broken_compilers_are_noticed_by_the_hundred(name):
 
 # a rule of the certificate that is misread, or a conversion that it skips, and a seed whose programs it then refuses
 MISREAD = {
-    "a sum over a cut dim is whole": ("rule", "aten.sum.dim_IntList", lambda x: replace(x, sums=frozenset())),
-    "a transpose keeps the dims": ("rule", "aten.t.default", lambda x: replace(x, dims=x.dims[::-1])),
-    "a cast is whole": ("rule", "aten._to_copy.default", lambda x: Type(plain(x.shape))),
-    "a gathered value stays cut": ("step", "all_gather", lambda x, axis, *more: x),
-    "a sum is not taken": ("step", "all_reduce", lambda x, axis: x),
-    "what is cut stays whole": ("step", "slice", lambda x, axis, *more, **how: x),
+    "a sum over a cut dim is whole": ("rule", "aten.sum.dim_IntList", lambda x: replace(x, sums=frozenset()), 0),
+    "a transpose keeps the dims": ("rule", "aten.t.default", lambda x: replace(x, dims=x.dims[::-1]), 0),
+    "a cast is whole": ("rule", "aten._to_copy.default", lambda x: Type(plain(x.shape)), 5),
+    "a gathered value stays cut": ("step", "all_gather", lambda x, axis, *more: x, 0),
+    "a sum is not taken": ("step", "all_reduce", lambda x, axis: x, 0),
+    "what is cut stays whole": ("step", "slice", lambda x, axis, *more, **how: x, 0),
 }
 
 
 @pytest.mark.parametrize("name", MISREAD)
 def test_a_misread_rule_of_the_certificate_refuses_what_is_right(name, monkeypatch):
-    kind, key, misread = MISREAD[name]
+    kind, key, misread, seed = MISREAD[name]
     if kind == "rule":
         sound = RULES[key]
         monkeypatch.setitem(RULES, key, lambda call: misread(sound(call)))
     else:
         monkeypatch.setattr(steps, key, misread)
     with pytest.raises(NotCertified):
-        for seed in range(8):
-            fuzz(seed)
+        fuzz(seed)

@@ -219,7 +219,7 @@ def on_rank_with_dropout(rank, name, folder, resume):
 
 @pytest.mark.machines
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["fabric", "accelerate"])
+@pytest.mark.parametrize("name", [pytest.param("fabric", marks=pytest.mark.nightly), "accelerate"])
 def test_random_numbers_go_on_where_they_were(name, tmp_path):
     """A run with dropout that is resumed says, bit for bit, what the run says that was not stopped."""
     two, three = str(tmp_path / "two"), str(tmp_path / "three")

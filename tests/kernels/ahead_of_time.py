@@ -1,10 +1,12 @@
 """Compile every kernel for GPUs that are not there: prints a line each of registers, spills and shared memory.
 
-Run in a process of its own, where Triton's interpreter is off.
+Run in a process of its own, where Triton's interpreter is off. With `once` each variant is compiled for one GPU and one
+dtype, which go around from variant to variant.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import os
@@ -124,7 +126,7 @@ def compiled(kernel, constants, warps, wide, dtype, capability):
         )
     assert said.returncode == 0, said.stderr
     return {
-        "kernel": f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}",
+        "kernel": _name(kernel),
         "constants": constants,
         "dtype": dtype,
         "capability": capability,
@@ -134,6 +136,10 @@ def compiled(kernel, constants, warps, wide, dtype, capability):
         "shared": made.metadata.shared,
         "doubles": len(re.findall(r"\.f64", made.asm["ptx"])),
     }
+
+
+def _name(kernel):
+    return f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
 
 
 def _type(name, constants, wide, dtype):
@@ -148,11 +154,23 @@ def _type(name, constants, wide, dtype):
     return "fp32" if name in NUMBERS else "i32"
 
 
-if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") in (None, "0"), "the interpreter compiles nothing"
+def jobs():
+    """Of each variant of each kernel, all that it is compiled for, as arguments of `compiled`."""
+    found = collections.defaultdict(list)
     for dtype, capability in itertools.product(POINTERS, SHARED):
+        counted = collections.Counter()
         for variant in variants(dtype, capability):
             if capability == 89 and variant[0] is not rows.backward_kernel:
                 continue  # registers are those of 80: what differs is the shared memory that loads ahead may take
-            print(json.dumps(compiled(*variant, dtype, capability)), flush=True)
+            name = _name(variant[0])
+            counted[name] += 1
+            found[name, counted[name]].append((*variant, dtype, capability))
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") in (None, "0"), "the interpreter compiles nothing"
+    for place, alike in enumerate(jobs()):
+        for job in [alike[place % len(alike)]] if sys.argv[1:] == ["once"] else alike:
+            print(json.dumps(compiled(*job)), flush=True)
     sys.exit(0)

@@ -1,4 +1,7 @@
-"""Every kernel compiles for GPUs that are not there, and keeps what it holds in registers."""
+"""Every kernel compiles for GPUs that are not there, and keeps what it holds in registers.
+
+By day each variant for one of the GPUs in one dtype, nightly for all.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from tests.kernels.ahead_of_time import SHARED
 
 
 @pytest.mark.timeout(300)
-def test_kernels_compile_without_spills(tmp_path):
+@pytest.mark.parametrize("share", ["once", pytest.param("all", marks=pytest.mark.nightly)])
+def test_kernels_compile_without_spills(share, tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.kernels.ahead_of_time"]
+    command = [sys.executable, "-m", "tests.kernels.ahead_of_time", share]
     made = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert made.returncode == 0, made.stderr
     rows = [json.loads(line) for line in made.stdout.splitlines()]

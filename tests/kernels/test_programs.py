@@ -24,8 +24,8 @@ MODELS = {
     "bert": lambda: bert(dropout=0.0),
     "qwen3": lambda: of("qwen3"),
     "gemma2": lambda: of("gemma2"),
-    "gpt_neox": lambda: of("gpt_neox"),
     "t5 1.1": lambda: of("t5 1.1", dropout_rate=0.0),
+    "gpt_neox": lambda: of("gpt_neox"),
 }
 HOW = {
     "zero3 on four": ((4,), {"parallel": "zero3"}),
@@ -67,7 +67,7 @@ def run(threads, model, how, kernels):
     return threads(ranks, step, models, batch, mesh, kernels, asked)[0]
 
 
-@pytest.mark.parametrize("model, how", diagonal(list(MODELS), list(HOW), 3))
+@pytest.mark.parametrize("model, how", diagonal(list(MODELS), list(HOW), 4))
 def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
     _, plain, gradients = run(threads, model, how, False)
     count, loss, found = run(threads, model, how, NAMES)
@@ -82,8 +82,8 @@ def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        ("llama", "zero3 on four"),
-        ("llama", "two by two, recompute"),
+        pytest.param("llama", "zero3 on four", marks=pytest.mark.nightly),
+        pytest.param("llama", "two by two, recompute", marks=pytest.mark.nightly),
         ("llama", "two micro-batches"),
         ("gpt2, dropout", "two by two, recompute"),
         ("gemma2", "zero3 on four"),
@@ -129,8 +129,7 @@ def cut_head(rank, models, batch, asked):
     return parallel.code, loss.detach(), [p.grad.full_tensor() for p in parallel.parameters()]
 
 
-@pytest.mark.parametrize("vocabulary", [64, 61])
-@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@pytest.mark.parametrize("vocabulary, precision", diagonal([64, 61], [None, "bfloat16"]))
 def test_a_cut_vocabulary_is_read_once(vocabulary, precision, interpret, threads):
     torch.manual_seed(0)
     first = Head(vocabulary)
@@ -159,7 +158,9 @@ def over_logits(rank, models, batch, asked):
     return forward.count("_backward_.default"), loss.detach(), [p.grad.full_tensor() for p in parallel.parameters()]
 
 
-@pytest.mark.parametrize(("cut", "compiled"), [("S(0)@0", False), ("R", False), ("R", True)])
+@pytest.mark.parametrize(
+    ("cut", "compiled"), [("S(0)@0", False), pytest.param("R", False, marks=pytest.mark.nightly), ("R", True)]
+)
 def test_gradients_are_written_over_the_logits_of_a_chunk(cut, compiled, interpret, threads):
     LOWERED.clear()
     torch.manual_seed(0)
@@ -215,7 +216,7 @@ def counted_flops(rank, models, batch, kernels):
     return parallel.code.count("# one kernel"), counter.get_flop_counts()["Global"]
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.nightly), "gpt2"])
 def test_kernels_leave_the_count_of_flops_as_it_is(model, interpret, threads):
     """Torch counts products and attention: nothing that kernels stand for, and no kernel counts as anything."""
     first = MODELS[model]().train()

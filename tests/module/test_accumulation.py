@@ -51,7 +51,7 @@ def always(waits):
 @pytest.mark.parametrize(
     "parallel, rows",
     [
-        pytest.param(p, r, marks=[] if len(r) == 4 or p == "zero3" else pytest.mark.nightly)
+        pytest.param(p, r, marks=[] if p and (len(r) == 4 or p == "zero3") else pytest.mark.nightly)
         for p in MESHES
         for r in ((8, 8, 8), (8, 3, 8, 5))
     ],

@@ -13,6 +13,7 @@ import autopar
 from autopar.letters import NotServed
 from autopar.module import ParallelModule
 from tests.language import drawn, gpt2, llama
+from tests.shares import diagonal
 
 HOW = {"zero3": {"mesh": (2,), "parallel": "zero3"}, "tp": {"mesh": (2,), "parallel": "tp"}}
 
@@ -37,8 +38,7 @@ def body(rank, models, batch, how, to):
     return loss, generated
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("model", [lambda: gpt2(dropout=0.0, vocabulary=256), llama])
+@pytest.mark.parametrize("model, how", diagonal([lambda: gpt2(dropout=0.0, vocabulary=256), llama], list(HOW)))
 def test_the_plain_model_comes_back(model, how, threads):
     first, batch = model(), drawn(4, 16, 256)
     tied = first.get_input_embeddings().weight is first.get_output_embeddings().weight

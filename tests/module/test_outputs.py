@@ -35,7 +35,9 @@ def llama():
 
 
 @pytest.mark.parametrize(
-    "parallel, mesh", [(None, (4,)), ("megatron", (2, 2)), ("zero3", (4,)), ("2d", (2, 2))], ids=str
+    "parallel, mesh",
+    [pytest.param(None, (4,), marks=pytest.mark.nightly), ("megatron", (2, 2)), ("zero3", (4,)), ("2d", (2, 2))],
+    ids=str,
 )
 def test_gradients_arrive_at_named_outputs(parallel, mesh):
     model = llama()

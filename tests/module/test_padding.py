@@ -106,7 +106,7 @@ def test_other_lengths_share_programs_and_compute_the_same(build, parallel, mesh
             for length in (16, 13, 5):  # what was given; a bucket that is that; another
                 same(model, mine, text(length))
             programs = list(mine._autopar.programs)
-            for length in (9, 15, 8, 3, 16):
+            for length in (9, 8, 3):
                 same(model, mine, text(length))
             assert len(programs) == 2 and {id(p) for p in mine._autopar.programs} == {
                 id(p) for p in programs

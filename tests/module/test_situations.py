@@ -142,7 +142,7 @@ def test_train_eval_lengths_and_no_labels():
     Hugging Face is in float32.)
     """
     torch.manual_seed(3)
-    model = gpt2(width=32, vocabulary=61, length=32, dropout=0.0).double()
+    model = gpt2(1, width=32, vocabulary=61, length=32, dropout=0.0).double()
 
     def loop(model, put):
         put("train", results(model, model(**ids(4, 8)).loss))

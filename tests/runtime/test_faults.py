@@ -194,11 +194,11 @@ def starts_late(rank, folder, port):
     model, batch = mlp_case(batch=6)
     for name in ("plan_of", "plan_again"):
         search = getattr(autopar.api, name)
-        setattr(autopar.api, name, lambda *given, search=search: time.sleep(4.0) or search(*given))
+        setattr(autopar.api, name, lambda *given, search=search: time.sleep(3.0) or search(*given))
     if rank == 1:
         lower = autopar.api.lower
-        autopar.api.lower = lambda *given, **how: time.sleep(4.0) or lower(*given, **how)
-        time.sleep(4.0)
+        autopar.api.lower = lambda *given, **how: time.sleep(3.0) or lower(*given, **how)
+        time.sleep(3.0)
     how = {"parallel": "dp", "cluster": eager_links(), "timeout_s": 2.0, "start_timeout_s": 60.0}
     mine = autopar.autoparallelize(model, batch, mesh=2, **how)
     mine(**batch).backward()

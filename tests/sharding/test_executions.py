@@ -19,14 +19,14 @@ from tests.sharding.world import World, kept
 
 #         ranks, mesh, shape, blocks of dim 0, pairs
 WORLDS = [
-    (4, (4,), (8, 12), (), 60),
+    pytest.param(4, (4,), (8, 12), (), 60, marks=pytest.mark.nightly),
     (4, (2, 2), (7, 5), (), 60),
-    (4, (2, 2), (16, 4), (8, 8), 90),
+    pytest.param(4, (2, 2), (16, 4), (8, 8), 90, marks=pytest.mark.nightly),
     (4, (2, 2), (16, 6), (8, 4, 4), 60),
     (8, (2, 4), (8, 9), (), 80),
     (8, (2, 2, 2), (9, 8, 3), (), 90),
     (8, (4, 2), (32, 4), (8, 8, 8, 8), 80),
-    (8, (2, 2, 2), (16, 2, 2), (8, 8), 80),
+    pytest.param(8, (2, 2, 2), (16, 2, 2), (8, 8), 80, marks=pytest.mark.nightly),
 ]
 
 

@@ -26,7 +26,7 @@ from tests import language
 from tests.fuzz.modules import Drawn
 from tests.models import MLP, on_meta
 
-COUNT, BY_DAY, AT_ONCE = 500, 3, 20
+COUNT, BY_DAY, AT_ONCE = 500, 1, 20
 MET = 1 + 1e-9
 CLUSTERS = ("generic", "generic", "h100-8x1", "h100-4x2", "h200-8x1", "a100-8x1", "l4-4x2", "rtx4090-8x1")
 MESHES = ((2,), (4,), (4,), (8,), (2, 2), (2, 2), (2, 4), (4, 2))

@@ -187,7 +187,7 @@ def test_more_memory_is_never_slower(name):
     assert budget_for(least) in letter.value.advice
     plans = [
         autopar.plan(model, batch, **how, memory_budget=int(least + (free.peak_bytes - least) * k / 6))
-        for k in range(7)
+        for k in (0, 1, 3, 6)
     ]
     assert all(p.peak_bytes <= p.budget for p in plans)
     # a search that stops within a gap may find a plan that is a little slower than one that needs less

@@ -24,19 +24,19 @@ def planned(name, **how):
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.nightly) for n in MODELS if n != "gpt2")])
 def test_a_curve_is_what_plans_are(name):
     free = planned(name, memory_budget=math.inf)
-    curve = free.curve(20)
-    assert len(curve) == 20 and curve[0].budget == pytest.approx(free.peak_bytes, rel=0.02)  # others are as fast
+    curve = free.curve(12)
+    assert len(curve) == 12 and curve[0].budget == pytest.approx(free.peak_bytes, rel=0.02)  # others are as fast
     assert curve[0].step_time_s == pytest.approx(free.step_time_s, rel=WORSE)
     assert all(
         b.step_time_s >= a.step_time_s and b.lower_bound_s >= a.lower_bound_s for a, b in itertools.pairwise(curve)
     )
     assert all(p.lower_bound_s <= p.step_time_s and p.peak_bytes <= p.budget for p in curve)
     assert sum(p.recomputed > 0 for p in curve) >= (0 if name == "mlp" else 4)  # of the MLP little could be dropped
-    for point, near in ((curve[9], 1.01), (curve[19], 1.03)):  # gaps are widest at the lowest peak
+    for point, near in ((curve[5], 1.01), (curve[11], 1.03)):  # gaps are widest at the lowest peak
         plan = planned(name, memory_budget=point.budget)
         assert point.lower_bound_s <= plan.step_time_s * (1 + 1e-9) and plan.step_time_s <= point.step_time_s * near
         assert point.step_time_s <= plan.step_time_s * (1 + WORSE)
-    assert str(curve).count("\n") == 20
+    assert str(curve).count("\n") == 12
 
 
 def test_a_budget_that_nothing_fits_is_said():

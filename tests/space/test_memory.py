@@ -92,7 +92,7 @@ MODELS = {
     "regathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
     "gathered window by window": lambda: (gpt2(width=256), zeros(8, 64)),
     "read in parts, then whole": lambda: (EachReadTwice(), {"x": torch.zeros(512, 256)}),
-    "queries that are gathered": lambda: (llama(inner=192, vocabulary=512), zeros(16, 64)),
+    "queries that are gathered": lambda: (llama(1, inner=192, vocabulary=512), zeros(16, 64)),
     "gradients that are cut and cast": lambda: (MLP(256, 4), {"x": torch.zeros(512, 256), "y": torch.zeros(512, 256)}),
     "gradients of transposed casts": lambda: (gpt2(dropout=0.0), zeros(16, 64)),
     "gradients that are gathered": lambda: (MLP(256, 4), {"x": torch.zeros(512, 256), "y": torch.zeros(512, 256)}),
@@ -174,17 +174,25 @@ def test_a_gradient_that_accumulates_is_held_until_it_is_added(how, fake_world):
     assert 0.99 <= plan.peak_bytes / third <= 1.05
 
 
+OVER_TWO_AXES = {"parallel": "zero3", "microbatches": 2, "recompute": "full"}
+PAIRS = memory.PAIRS | {
+    "two layers of llama, 2d": replace(memory.PAIRS["llama 2d"], given={"layers": 2}),
+    "three layers of llama, zero3 over two axes": memory.Pair(memory.llama, (2, 2), OVER_TWO_AXES, given={"layers": 3}),
+}
+
+
 @pytest.mark.parametrize(
     "name, share",
     [
         ("vit zero3", None),  # copies of a window are there before the next gather begins
         ("llama zero3 bfloat16 in 4 micro-batches", None),  # a reduction has finished before the next is packed
         # over two axes the second step of a reduction goes on beside the window after
-        ("llama free in 2 micro-batches", 0.5),
+        ("three layers of llama, zero3 over two axes", None),
+        pytest.param("llama free in 2 micro-batches", 0.5, marks=pytest.mark.nightly),
     ],
 )
 def test_messages_of_windows_are_held_one_after_the_other(name, share):
-    pair = memory.PAIRS[name]
+    pair = PAIRS[name]
     plan = memory.planned(pair, share)
     peaks = memory.run_plan(plan, pair, 0).peaks
     assert 0.99 <= plan.first_peak_bytes / peaks[1] <= 1.03 and 0.99 <= plan.peak_bytes / peaks[3] <= 1.03
@@ -195,14 +203,17 @@ def test_messages_of_windows_are_held_one_after_the_other(name, share):
     [
         # the embedding's gradient is no sum: the others wait for no bucket with it
         pytest.param("llama zero3 bfloat16", 0.7, marks=pytest.mark.nightly),
-        ("llama 2d", 0.5),  # norms are whole: the message of what is gathered again comes where the others are read
+        (
+            "two layers of llama, 2d",
+            0.5,
+        ),  # norms are whole: the message of what is gathered again comes where the others are read
         pytest.param("llama tight", 0.7, marks=pytest.mark.nightly),  # a gradient is gathered behind its op's backward
         # a tied table's gradients are added up before they are reduced, and wait so
         pytest.param("bert free, head in 2 chunks, 2 micro-batches", 0.7, marks=pytest.mark.nightly),
     ],
 )
 def test_a_plan_that_recomputes_holds_what_it_says(name, share):
-    pair = memory.PAIRS[name]
+    pair = PAIRS[name]
     plan = memory.planned(pair, share)
     assert plan.recomputed
     assert 0.99 <= plan.peak_bytes / memory.run_plan(plan, pair, 0, by_tracker=True)[3] <= 1.03
@@ -226,7 +237,7 @@ def test_a_plan_that_recomputes_holds_what_it_says(name, share):
         ("attention, learned bias", "megatron"),  # a look-up in a part of a table keeps places in it
         ("attention, learned bias", "free at 80 %"),  # a CPU's opened attention is not laid out as its queries
         ("attention, learned bias", "free at 60 %"),  # values of one row are a view, those of more are copied
-        ("graph, attention", "megatron"),
+        pytest.param("graph, attention", "megatron", marks=pytest.mark.nightly),
         ("attention, slopes", "megatron"),  # a mask that is cut where it is read last ends there
         ("graph, attention", "dp"),  # what several ops gather alike is gathered once
         ("graph, sums", "megatron"),  # a gradient is reduced before it is added to what others gave
@@ -280,7 +291,13 @@ def test_a_gradient_that_a_sum_hands_on_is_taken_back_from_its_own_kind(tmp_path
     assert autopar.Plan.load(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.parametrize("name", WRONG)
+# two plans under a budget, which test_models_of_other_fields_hold_what_their_plans_say finds by day too
+SEARCHED = ("a CPU's attention lies as its queries", "a view of one row is a copy")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in SEARCHED else []) for name in WRONG]
+)
 def test_wrong_bytes_are_noticed(name, monkeypatch):
     *plant, model, plan = WRONG[name]
     torch.manual_seed(0)

@@ -365,7 +365,7 @@ def test_processes_of_other_hash_seeds_hold_one_graph_of_each_family():
             text=True,
             env={**os.environ, "PYTHONHASHSEED": seed},
         )
-        for seed in ("0", "1", "2", "5")
+        for seed in ("0", "1")  # a set of both kinds is walked in either order
     ]
     said = {process.communicate(timeout=900)[0] for process in running}
     assert all(process.returncode == 0 for process in running) and len(said) == 1

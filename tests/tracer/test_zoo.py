@@ -29,7 +29,12 @@ def capture(name: str, entry: Entry) -> Graph | None:
     return check(entry.build, entry.inputs, entry.assume, name)
 
 
-@pytest.mark.parametrize("name", ZOO)
+LARGE = ("tv_vgg11_bn",)  # nightly; of kinds of layers that other networks have
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in LARGE else []) for name in ZOO]
+)
 def test_the_zoo(name):
     graph = capture(name, ZOO[name])
     if graph is not None:

@@ -29,8 +29,7 @@ from tests.turns.cases import SEED, case, check, on_rank
 MODELS = ("gpt2", "llama", "bert", "t5")
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("count, mesh", [(3, (1,)), (8, (1,)), (4, (2, 2))], ids=str)
+@pytest.mark.parametrize("count, mesh, name", diagonal([(3, (1,)), (8, (1,)), (4, (2, 2))], MODELS), ids=str)
 def test_a_head_in_chunks_is_the_head(name, count, mesh):
     mesh = DeviceMesh(mesh)
     check(
@@ -43,7 +42,7 @@ def test_a_head_in_chunks_is_the_head(name, count, mesh):
 @pytest.mark.parametrize(
     "parallel, mesh",
     [
-        ("dp", (4,)),
+        pytest.param("dp", (4,), marks=pytest.mark.nightly),
         ("zero3", (4,)),
         ("megatron", (2,)),
         ({"tensor": {"size": 2, "mode": "megatron", "sequence": True}}, (2,)),

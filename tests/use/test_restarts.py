@@ -58,7 +58,8 @@ def test_a_job_goes_on_where_it_was(fault, ranks, tmp_path, monkeypatch, capsys)
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(fault=FAULTS[fault], train=TRAIN))
     logs = tmp_path / "logs"
-    command = f"-m autopar run --ranks {ranks} --max-restarts 1 --log-dir {logs} {script} --folder {tmp_path / 'run'} --steps 4"
+    command = f"-m autopar run --ranks {ranks} --max-restarts 1 --log-dir {logs}"
+    command += f" {script} --folder {tmp_path / 'run'} --steps 4"
     done = subprocess.run(
         [sys.executable, *command.split()],
         capture_output=True,

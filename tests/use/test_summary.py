@@ -17,7 +17,7 @@ ASSUMED = Assume(no_padding=True)
 MESHES = {
     "gpt2": {"mesh": (2, 2), "recompute": "full", "memory_budget": "64GiB"},
     "llama": {"mesh": (2, 2), "parallel": {"data": 2, "tensor": 2}},
-    "qwen3": {"mesh": 8, "precision": "bf16"},
+    "qwen3": {"mesh": 4, "precision": "bf16"},
     "gemma2": {"mesh": (8,), "parallel": "fsdp"},
     "phi3": {"mesh": (2, 2, 2), "parallel": "3d"},
     "gpt_neox": {"mesh": (4,), "recompute": "full", "memory_budget": "64GiB"},
