@@ -117,7 +117,8 @@ def _holds(held: KindFit, plan: Plan, kinds: list[str]) -> tuple[str, ...]:
 
 def _command(asked: argparse.Namespace, plan: Plan, kind: str) -> str:
     """The command that plans a row of the table; `kind` is a name or the path of a profile."""
-    said = [f"autopar plan {asked.model} --mesh {'x'.join(map(str, plan.mesh.shape))}"]
+    shape = plan.mesh.shape if len(plan.mesh.shape) > 1 else (*plan.mesh.shape, 1)  # A number would ask for any mesh.
+    said = [f"autopar plan {asked.model} --mesh {'x'.join(map(str, shape))}"]
     fabric = f" --fabric {asked.fabric}" if asked.fabric else ""
     cluster = f"{kind}{fabric}" if kind.endswith(".json") else plan.cluster.partition(" ")[0]
     said.append(f"--cluster {cluster} --microbatches {plan.microbatches}")
