@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import replace
 
@@ -124,6 +125,7 @@ def _without_exchange(form, left_out):
     def patched(patch):
         whole, sent = getattr(forms, form), threading.local()
 
+        @functools.wraps(whole)
         def counted(*args, **how):
             sent.count = 0
             return whole(*args, **how)
@@ -139,7 +141,7 @@ def _without_exchange(form, left_out):
 
         patch.setattr(forms, form, counted)
         patch.setattr(forms, "reduced", unless_left_out(forms.reduced))
-        patch.setattr(forms, "_exchanged", unless_left_out(forms._exchanged))
+        patch.setattr(forms, "exchanged", unless_left_out(forms.exchanged))
 
     return patched
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import torch.fx as fx
+
 from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.graph.graph import Graph, call_of, info, type_of
 from autopar.graph.nodes import tensor_operands
 from autopar.ops.declare import users_rule
-from autopar.ops.entry import exchanges_of
+from autopar.ops.entry import exchanges_of, goes_beyond, rule_of
 from autopar.ops.exchange import BACKWARD, FORWARD, Messages, is_said, messages_of, misfit
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.costs import LOCAL
-from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.plan import Plan
 
 SentByOps = Mapping[str, Mapping[str, Messages]]  # op of the local program -> mesh axis -> messages
 
@@ -34,13 +36,29 @@ def sent_by_ops(joint: JointGraph) -> SentByOps:
     return found
 
 
-def check_exchanges(graph: Graph, mesh: DeviceMesh, sent: SentByOps) -> None:
-    """Raise where an op's local form sends other messages along an axis than its entry says."""
+def check_exchanges(graph: Graph, plan: Plan, sent: SentByOps) -> None:
+    """Raise where an op's local form sends other messages along an axis than its entry says.
+
+    Where it sends any, an axis along which what it reduces is cut, and that it leaves out, is one of them.
+    """
+    mesh = plan.mesh
     for node in graph.nodes:
-        for axis, messages in sent.get(node.name, {}).items():
+        by_axis = sent.get(node.name, {})
+        silent = {way: Counter[str]() for ways in by_axis.values() for way in ways}
+        for axis in {**by_axis, **dict.fromkeys(_marked(node, plan) if by_axis else ())}:
+            messages = by_axis.get(axis, silent)
             call = call_of(node)
             n = mesh.shape[mesh.axis(axis)]
             said = messages_of(exchanges_of(call), n)
             if not is_said(messages, said, map(type_of, tensor_operands(node))):
                 at = "\n".join(filter(None, (users_rule(call.op), call.source)))
                 raise misfit(call.op, messages, said, at, f"{info(node).key} on {n} devices of {axis}")
+
+
+def _marked(node: fx.Node, plan: Plan) -> list[str]:
+    """The axes along which the plan cuts what the op's local form counts or reduces."""
+    call = call_of(node)
+    rule = rule_of(call.op, {**call.arguments, "outputs": call.outputs})
+    strategies = plan.decisions[info(node).key].choice.strategies
+    marked = [rule is not None and goes_beyond(call.op, rule, s.cut) for s in strategies]
+    return [axis for axis, is_marked in zip(plan.mesh.axes, marked, strict=True) if is_marked]

@@ -87,7 +87,7 @@ def lower(
         return lowered
     found = lowered.certified()
     for joint in (lowered.joint, lowered.ending.joint) if lowered.ending else (lowered.joint,):
-        check_exchanges(graph, plan.mesh, joint.sent)
+        check_exchanges(graph, plan, joint.sent)
     if not found.left_open:
         return lowered
     if not any(coordinate):

@@ -313,11 +313,13 @@ def exchanges_of(call: OpCall) -> tuple[Exchange, ...]:
     return read_exchanges(exchanges(call) if callable(exchanges) else exchanges)
 
 
-def goes_beyond(op: str, binding: Binding, cut: Cut | None) -> bool:
+def goes_beyond(op: str, rule: Rule | Binding, cut: Cut | None) -> bool:
     """Whether a cut makes an op run its local form, which knows its position or exchanges messages."""
     if cut is None:
         return False
-    return binding.is_inside(cut) or any(re.fullmatch(facts_of(op).counts, factor) for factor in cut.factors)
+    return not rule.inside.isdisjoint(cut.factors) or any(
+        re.fullmatch(facts_of(op).counts, factor) for factor in cut.factors
+    )
 
 
 def updating(call: Callable[..., Tensor], *written: str) -> Callable[..., tuple[Tensor, ...]]:

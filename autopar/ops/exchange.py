@@ -85,13 +85,16 @@ def is_said(sent: Messages, said: Messages, operands: Iterable[Any]) -> bool:
     return all(found == said[way] or (way == BACKWARD and fewer) for way, found in sent.items())
 
 
+_EVERYWHERE = "a form that sends along every axis that cuts what its rule marks, as `here.lies(0).cuts` lists them"
+
+
 def misfit(op: str, sent: Messages, said: Messages, at: str, where: str) -> BadRule:
     """The letter about a form that sends other messages than its entry says."""
     return BadRule(
         f"the local form of {public_name(op)} sends other messages than its entry says, by which plans are priced",
         at=at,
         seen=f"{where}: it sends {_listed(sent)}; its entry says {_listed(said)}",
-        advice=_as_written(sent),
+        advice=_as_written(sent) if any(map(any, sent.values())) else _EVERYWHERE,
     )
 
 

@@ -170,9 +170,9 @@ class BatchNormPart(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims, shape = _over_channels(input)
         x = _wide(input)
-        mean = _exchanged(x.sum(dims), axes) / count
+        mean = exchanged(x.sum(dims), axes) / count
         centred = x - mean.view(shape)
-        var = _exchanged((centred * centred).sum(dims), axes) / count
+        var = exchanged((centred * centred).sum(dims), axes) / count
         scale = (var + eps).rsqrt()
         y = centred * scale.view(shape)
         if weight is not None:
@@ -193,7 +193,7 @@ class BatchNormPart(torch.autograd.Function):
         g = _wide(gradient)
         y = (_wide(input) - mean.view(shape)) * scale.view(shape)
         of_bias, of_weight = g.sum(dims), (g * y).sum(dims)
-        shared = _exchanged(torch.stack([of_bias, of_weight]), ctx.axes) / ctx.count
+        shared = exchanged(torch.stack([of_bias, of_weight]), ctx.axes) / ctx.count
         x = g - shared[0].view(shape) - y * shared[1].view(shape)
         x = x * (scale if weight is None else scale * weight).view(shape)
         return (
@@ -478,8 +478,8 @@ def attention_by_position(
     return dropout_by_position(weights, random_key, op, shape, cuts, dropout_p) @ value
 
 
-def _exchanged(x: Tensor, axes: Sequence[str]) -> Tensor:
-    """Sum over several axes, in forward and for the gradient."""
+def exchanged(x: Tensor, axes: Sequence[str]) -> Tensor:
+    """Sum over several axes, in forward and for the gradient: each device makes something else of the sum."""
     steps = "; ".join(f"all_reduce@{a}" for a in axes)
     return torch.ops.autopar.convert(x, steps, steps, list(x.shape))
 

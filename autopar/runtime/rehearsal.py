@@ -19,7 +19,8 @@ from autopar.sharding.convert import LocalStep
 from autopar.sharding.placement import part
 
 AXIS = "rehearsed"
-_TIMEOUT_S = 30.0  # a device that waits longer has lost the others: they run other steps
+_TIMEOUT_S = 30.0  # a device that computes longer between two messages is given up
+_ENDED = object()  # a device that has run holds this out: nobody may wait for more of it
 _OF_THREAD = threading.local()
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class Rehearsal:
             _OF_THREAD.here = self, index
             try:
                 results[index] = body(index)
+                self._all_hold(index, _ENDED)
             except BaseException as e:
                 if not isinstance(e, threading.BrokenBarrierError):
                     errors.append(e)
@@ -55,7 +57,7 @@ class Rehearsal:
         if errors:
             raise errors[0]
         if self._barrier.broken:
-            raise RuntimeError("a device waits for a message that no other sends")
+            raise RuntimeError(f"a device waits for a message for more than {_TIMEOUT_S:g} seconds")
         return results
 
     def convert(self, index: int, x: Tensor, steps: str) -> Tensor:
@@ -94,10 +96,16 @@ class Rehearsal:
         """Send a tensor to all devices; returns what each of them has sent, in order."""
         if index == 0:
             self.messages[kind.removesuffix("_max")] += 1  # a maximum travels as a sum does
-        self._held[index] = x
+        return self._all_hold(index, x)
+
+    def _all_hold(self, index: int, held: Any) -> list[Any]:
+        """Return what all devices hold out; raises where some have run and others wait for a message."""
+        self._held[index] = held
         self._barrier.wait()
         parts = list(self._held)
         self._barrier.wait()
+        if len({part is _ENDED for part in parts}) > 1:
+            raise RuntimeError("a device waits for a message that another does not send")
         return parts
 
 

@@ -150,6 +150,8 @@ def _letter(name: str, rule: Rule, refuted: tuple[Strategy, int, Fault, tuple[st
         way = f"cut along {_named(strategy.cut.factors)}{' by blocks' if strategy.cut.blocks else ''}"
         cuttable = [f for f in strategy.cut.factors if not f.startswith("...")]
         advice = f"{cuttable[0]}!, which stays whole" if cuttable else "a letter with ! for the dim that stays whole"
+        if facts_of(name).form is not None:
+            advice = f"{_of_form(strategy.cut, what)}, or {advice}"
     elif any(f.value.is_partial for f in strategy.operands):
         way, advice = "on sums in parts", f"another linear= than {rule.linear!r}"
     else:
@@ -158,7 +160,7 @@ def _letter(name: str, rule: Rule, refuted: tuple[Strategy, int, Fault, tuple[st
     differs = (
         f"differs by up to {fault.largest:.3g}"
         if math.isfinite(fault.largest)
-        else "has another shape, or is not a number"
+        else "has another shape or dtype, or infinities and NaNs elsewhere"
     )
     part, whole = (list(shape) for shape in fault.shapes)
     seen = (
@@ -170,6 +172,15 @@ def _letter(name: str, rule: Rule, refuted: tuple[Strategy, int, Fault, tuple[st
         seen=seen,
         advice=advice,
     )
+
+
+def _of_form(cut: Cut, what: str) -> str:
+    """Advice about an op whose local form may be what is wrong; `what` differs."""
+    if cut.blocks:
+        return "counts= in the entry, with which it is not cut by blocks"
+    if what.startswith("output"):
+        return "the local form, which runs there"
+    return "the local form's backward (a gradient may have to be summed, as forms.exchanged does)"
 
 
 def _named(factors: Sequence[str]) -> str:

@@ -246,6 +246,16 @@ def test_every_form_that_sends_messages_has_its_mutants():
     """One for every message of every form, of the call that sends most."""
     sending = {op for op, facts in FACTS.items() if facts.exchanges != (0, 0)}
     assert sending == {CASES[name][0] for names in OF_FORM.values() for name in names} | {"amin", "batch_norm_updating"}
+    most = {form: max(map(sent_by, names)) for form, names in OF_FORM.items()}
+    assert Counter(form for form, _ in EXCHANGE_MUTANTS.values()) == most
+
+
+def sent_by(name):
+    """Messages of a case's op on two devices, forward and backward."""
+    op, *_, function = CASES[name]
+    graph = ColoTracer().trace(FunctionModel(function, 6, 12), {"x": torch.randn(6, 6).double()})
+    calls = [call_of(node) for node in graph.nodes if op_name(node) == op]
+    return max(sum(of_way.total() for of_way in messages_of(exchanges_of(call), 2).values()) for call in calls)
 
 
 def test_the_largest_is_exact_though_several_are_it(threads):

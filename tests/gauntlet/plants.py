@@ -376,14 +376,14 @@ def statistics_of_own_count(patch: Patch) -> None:
 
 def statistics_without_a_gradient(patch: Patch) -> None:
     """The statistics of all are taken for constants of this device in backward: nothing is exchanged."""
-    part, exchanged = forms.BatchNormPart.backward, forms._exchanged
+    part, exchanged = forms.BatchNormPart.backward, forms.exchanged
 
     def backward(ctx, *gradients):
-        forms._exchanged = lambda x, axes: x
+        forms.exchanged = lambda x, axes: x
         try:
             return part(ctx, *gradients)
         finally:
-            forms._exchanged = exchanged
+            forms.exchanged = exchanged
 
     patch.setattr(forms.BatchNormPart, "backward", staticmethod(backward))
 

@@ -430,28 +430,28 @@ def not_summed(input, axes):
 
 def gathered(input, axes, size):
     """The op on the whole, whose parts are gathered; a device keeps the part of the gradient that is its own."""
-    (axis,), shape = axes, [input.shape[0], size, input.shape[2]]
+    axis, shape = axes[0], [input.shape[0], size, input.shape[2]]
     return length(torch.ops.autopar.convert(input, f"all_gather(1:{size})@{axis}", f"slice(1:{size})@{axis}", shape))
 
 
 WHOLE_BYTES = 4096 * 512 * 32 * 4
 
 
-def planned():
+def planned(mesh=2, cut="S(1)@devices"):
     return autopar.plan(
         Product("length"),
         {"x": torch.empty(4096, 512, 32, device="meta")},
-        mesh=2,
+        mesh=mesh,
         cluster="h100-8x1",
         loss=lambda out, inputs: out.mean(),
-        constraints={"inner": "S(1)@devices"},
+        constraints={"inner": cut},
     )
 
 
 def certified(plan):
     x = torch.empty(4096, 512, 32, device="meta")
     graph = ColoTracer().trace(Product("length"), {"x": x}, loss=lambda out, inputs: out.mean())
-    return lower(graph, plan, (0,)).certified()
+    return lower(graph, plan, (0,) * len(plan.mesh.shape)).certified()
 
 
 def test_a_local_form_is_tried_with_its_messages():
@@ -475,8 +475,19 @@ def test_a_local_form_may_send_messages_of_any_kind():
 
 def test_a_local_form_without_its_reduction_is_refused():
     entry(not_summed, exchanges=(1, 0))
-    with pytest.raises(BadRule, match="length is false: cut along s, output 0"):
+    with pytest.raises(BadRule, match="length is false: cut along s, output 0") as letter:
         bound("length")
+    assert letter.value.advice.startswith("the local form")
+
+
+def test_a_local_form_that_leaves_out_an_axis_is_refused():
+    """A trial has one axis: a form that gathers along the first of two is right there, and wrong on both."""
+    entry(gathered, exchanges=(Exchange("all_gather"),))
+    plan = planned(autopar.DeviceMesh((2, 2), ("outer", "inner")), "S(1)@outer, S(1)@inner")
+    with pytest.raises(BadRule, match="sends other messages than its entry says") as letter:
+        certified(plan)
+    assert "/length on 2 devices of inner: it sends nothing in forward" in letter.value.seen
+    assert "every axis" in letter.value.advice
 
 
 SAYS_OTHERWISE = [  # a form, what its entry says, and what it should say
