@@ -130,7 +130,7 @@ class JointTables:
     def base(self, exposed: tuple[float, ...] | None) -> Problem:
         """Seconds as tables, with these exposed shares of windows."""
         if exposed not in self.bases:
-            self.bases = {exposed: self.counted.priced({}, exposed=exposed)}
+            self.bases = {exposed: self.counted.tables.problem({}, exposed=exposed)}
         return self.bases[exposed]
 
     def _fixed(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
@@ -171,7 +171,7 @@ class JointTables:
         factors = list(base.factors)
         if not of_time:
             factors = [_of(factor, _for_nothing(once, factor.table)) for factor in factors]
-        at_step = tuple({i: [held] for i, held in held_by.items()} for held_by in self.counted.row(self.step))
+        at_step = tuple({i: [held] for i, held in held_by.items()} for held_by in self.counted.tables.row(self.step))
         for of_byte, (by_sites, by_edges) in ((price, (self.fixed_sites, self.fixed_edges)), (at.at_step, at_step)):
             for i, held in by_sites.items() if of_byte else ():
                 costs[i] = _plus(once, costs[i], held, of_byte)

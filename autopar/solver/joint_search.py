@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.solver.availability import Availability
-from autopar.solver.budget import Budgeted, Outcome, prices_of
+from autopar.solver.budget import Budgeted, Outcome
 from autopar.solver.eliminate import Found, minimise
 from autopar.solver.joint import JointPrices, JointTables, without_states
 from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined, lowest_of, seconds_and_bytes
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
+from autopar.solver.prices import prices_of
 from autopar.solver.searches import Task
 
 _LIMITS = LIMITS.joint

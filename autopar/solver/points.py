@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -114,3 +115,11 @@ class Points:
             return point
         held, momentary = self._held.under(self.flows.under(point.picked), is_exact=False)
         return replace(point, held=held, momentary=momentary)
+
+    def fullest(self, point: Point) -> list[int]:
+        """The fullest time of the forward, of each half of the backward, and of the optimizer's step."""
+        if self._held is None:
+            return []
+        n = len(self._held.memory.ops)
+        edges = [0, n, n + n // 2, 2 * n, 2 * n + 1]
+        return [low + int(point.held[low:high].argmax()) for low, high in itertools.pairwise(edges) if high > low]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.solver.availability import Availability
-from autopar.solver.budget import Outcome, prices_of
+from autopar.solver.budget import Outcome
 from autopar.solver.eliminate import Found, minimise
 from autopar.solver.joint import JointPrices, JointTables
 from autopar.solver.joint_search import frontier
@@ -24,6 +24,7 @@ from autopar.solver.lined import Lined
 from autopar.solver.points import Point
 from autopar.solver.policies import POLICIES, Policy, named
 from autopar.solver.policy_states import ALL_STATES, PolicyStates
+from autopar.solver.prices import prices_of
 from autopar.solver.searches import Findings, Task
 
 _LIMITS = LIMITS.recompute

@@ -57,7 +57,7 @@ def _take_more(search: PolicySearch, without: Without) -> None:
         if search.take(point) and not is_short:
             return
     if search.best is None or is_short:
-        for point in dict.fromkeys([*frontier(task.counted.small()), task.counted.smallest()[0]]):
+        for point in dict.fromkeys([*frontier(task.counted.small().points), task.counted.smallest()[0]]):
             if search.take(point, is_always=True) and not is_short:
                 return
 

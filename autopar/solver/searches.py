@@ -65,7 +65,7 @@ class Task:
     def is_small(self, with_rows: bool | None = None) -> bool:
         """Whether the whole space is small enough for an integer program."""
         if with_rows is None:
-            with_rows = bool(self.counted.rows or self.space.windows)
+            with_rows = bool(self.counted.tables.rows or self.space.windows)
         pairs = sum(e.seconds.size for e in self.space.edges)
         return pairs <= (_LIMITS.pairs_with_rows if with_rows else _LIMITS.pairs)
 
@@ -209,7 +209,7 @@ class WholeProgram:
 
     def look(self, task: Task, found: Findings) -> Findings:
         try:
-            answer = optimise(task.space, task.backend, task.budget, sorted(task.counted.rows))
+            answer = optimise(task.space, task.backend, task.budget, sorted(task.counted.tables.rows))
         except Infeasible:
             # With a budget, only the backend's tolerance may be at fault: the findings stand.
             if not task.has_budget:
