@@ -32,7 +32,7 @@ import numpy as np
 from autopar.once import Once
 from autopar.solver.availability import Availability, AvailabilityPrices
 from autopar.solver.budget import Budgeted
-from autopar.solver.eliminate import minimise
+from autopar.solver.eliminate import Found, minimise
 from autopar.solver.limits import LIMITS
 from autopar.solver.policy_states import PolicyStates
 from autopar.solver.tables import NOWHERE, Factor, Problem
@@ -158,6 +158,11 @@ class JointTables:
         for k, held in self.fixed_edges.items():
             factors[k] = _of(factors[k], _plus(once, factors[k].table, held, 1.0))
         return minimise(replace(base, costs=costs, factors=factors, once=Once()), tries=1).bound
+
+    def least(self, at: JointPrices, line: Timeline) -> tuple[Availability, Found]:
+        """Availability prices under the sharding of a line, and the sharding that costs least at them."""
+        worth = self.prices.worth(line, at.of_byte, at.exposed)
+        return worth, minimise(self.problem(at, worth), tries=1, is_rough=self.counted.is_large)
 
     def problem(self, at: JointPrices, worth: Availability, of_time: float = 1.0) -> Problem:
         """Seconds and priced bytes as tables to be minimised, under these availability prices.

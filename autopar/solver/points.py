@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from autopar.solver.limits import LIMITS
 from autopar.space.lookup import FlowIndices, Tables, Taken
 from autopar.space.memory import Memory, Piece
 from autopar.space.space import Space
@@ -33,6 +35,15 @@ class Point:
     @property
     def peak(self) -> float:
         return float(self.held.max())
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Plans on the Pareto front of seconds and peak bytes, the fastest first; a limited number."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.peak)):
+        if math.isfinite(point.seconds) and (not found or point.peak < found[-1].peak):
+            found.append(point)
+    return found[: LIMITS.joint.handed_on]
 
 
 class HeldBytes:

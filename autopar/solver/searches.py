@@ -55,6 +55,11 @@ class Task:
         return self.counted.space
 
     @property
+    def is_long(self) -> bool:
+        """Whether there are so many places that a search for shardings at many times takes too long."""
+        return len(self.space.sites) > _LIMITS.long
+
+    @property
     def has_budget(self) -> bool:
         return math.isfinite(self.budget)
 
@@ -274,7 +279,7 @@ def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> 
     space = task.space
     memory = task.space.memory
     assert memory is not None
-    best, bound = (lowest, needs) if lowest is not None and len(space.sites) > _LIMITS.long else task.counted.smallest()
+    best, bound = (lowest, needs) if lowest is not None and task.is_long else task.counted.smallest()
     if lowest is None and task.is_small() and best.peak > bound:
         answer = smallest(task.space, task.backend, best.peak)
         if answer.picked is not None:
