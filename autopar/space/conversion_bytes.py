@@ -332,7 +332,7 @@ def _lasts(wiring: Wiring, lifetimes: Lifetimes, k: int) -> bool:
     value, taker = wiring.values[k], wiring.takers[k]
     if taker not in lifetimes.clock.at or not type_of(value).requires_grad:
         return False
-    return lifetimes.last_use(value) == lifetimes.clock.at[taker] or not lifetimes.is_added(value, taker)
+    return lifetimes.last_use(value) == lifetimes.clock.at[taker] or not lifetimes.added.is_added(value, taker)
 
 
 def _made_by(op: Passage) -> Iterator[np.ndarray]:

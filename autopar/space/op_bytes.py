@@ -84,7 +84,7 @@ class OpBytes:
     def _counted(self, op: fx.Node, back: Backward) -> list[End]:
         """The gradients of a call that pieces count."""
         operands = tensor_operands(op)
-        added = {k for k in back.shows if self.lifetimes.is_added(operands[k], op)}  # sums in new tensors
+        added = {k for k in back.shows if self.lifetimes.added.is_added(operands[k], op)}  # sums in new tensors
         counted = [End(True, place) for place in back.gradients if place not in added]
         for value in self.lifetimes.outputs[op]:
             if type_of(value).requires_grad and self.lifetimes.has_own_gradient(value):
