@@ -176,7 +176,7 @@ class JointTables:
         factors = list(base.factors)
         if not of_time:
             factors = [_of(factor, _for_nothing(once, factor.table)) for factor in factors]
-        at_step = tuple({i: [held] for i, held in held_by.items()} for held_by in self.counted.tables.row(self.step))
+        at_step = tuple(map(_each_alone, self.counted.tables.row(self.step)))
         for of_byte, (by_sites, by_edges) in ((price, (self.fixed_sites, self.fixed_edges)), (at.at_step, at_step)):
             for i, held in by_sites.items() if of_byte else ():
                 costs[i] = _plus(once, costs[i], held, of_byte)
@@ -207,12 +207,13 @@ class JointTables:
         op = self.passages.ops[time]
         site = self.space.sites[op.site]
         asked = sum(float(worth.arriving[k]) for k in op.edges if k not in self.passages.gathered)
-        gains = [
-            sum(float(worth.leaving[k]) for k in self.prices.leaving_edges.get((time, i), ()))
-            for i in range(len(op.made))
-        ]
         wants = self.prices.wants[time]
 
+        def gain(port: int) -> float:
+            """Seconds that a value is worth to the edges over which it leaves the op."""
+            return sum(float(worth.leaving[k]) for k in self.prices.leaving_edges.get((time, port), ()))
+
+        gains = list(map(gain, range(len(op.made))))
         repeats = None if self.policy is None else self.policy.repeats[time]
         is_early = time in self.early
         saving = float(worth.saving[time]) if self.policy is not None and time in self.policy.unless else None
@@ -275,6 +276,11 @@ class JointTables:
 def _plus(once: Once, base: np.ndarray, held: Sequence[np.ndarray], price: float) -> np.ndarray:
     """A table plus bytes times a price."""
     return once("fixed", (base, *held), lambda: base + sum(price * h for h in held))
+
+
+def _each_alone(tables: dict[int, np.ndarray]) -> dict[int, list[np.ndarray]]:
+    """Lists of one table each."""
+    return {k: [table] for k, table in tables.items()}
 
 
 def _for_nothing(once: Once, table: np.ndarray) -> np.ndarray:

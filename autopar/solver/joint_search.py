@@ -106,7 +106,7 @@ class JointSearch:
         """
         times = (self.tables.time, self.tables.step)
         met = self._plans()
-        held = np.array([[plan.held[t] for t in times] for plan in met])
+        held = np.array([plan.held[list(times)] for plan in met])
         if (held.max(1) <= budget).any():
             prices, most = prices_of(met, times, budget, self.task.counted.kinds)
             of_byte, at_step = (prices.of_bytes.get(t, 0.0) for t in times)

@@ -264,7 +264,7 @@ def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[P
     if not over:
         return []
     place = _places(counted.space)
-    rows = [Tables(*(of.items() for of in counted.tables.row(t))) for t in counted.tables.rows]
+    rows = [Tables(*map(dict.items, counted.tables.row(t))) for t in counted.tables.rows]
     pairs = [pair for a in under for b in over for pair in ((a, b), (b, a))]
     found = [_best_splice(counted, rows, _Splices(counted, place, *pair), budget) for pair in pairs]
     return [p for p in found if p is not None]

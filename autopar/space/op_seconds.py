@@ -14,7 +14,7 @@ from autopar.graph.nodes import typed
 from autopar.ops.entry import Line, facts_of, goes_beyond, timed_name
 from autopar.sharding.cost_model import BROADCAST, SUM, SUM_OVER_ROWS, TURNED, UNALIGNED, CostModel, Kernel
 from autopar.sharding.placement import largest_local_shape, local_elements
-from autopar.sharding.strategies import values
+from autopar.sharding.strategies import Choice, values
 from autopar.space.attention_scores import AttentionScores
 from autopar.space.chosen import Chosen
 from autopar.space.kernel_sites import KernelSites
@@ -197,7 +197,11 @@ class OpSeconds:
             return None
         # the last part of causal attention sees most keys: a pair of a query and a key takes as long as without a mask
         as_cut = op if name == f"{op} causal" else f"{op} cut"
-        return as_cut, np.array([any(goes_beyond(op, binding, s.cut) for s in c.strategies) for c in chosen.choices])
+
+        def is_cut(choice: Choice) -> bool:
+            return any(goes_beyond(op, binding, strategy.cut) for strategy in choice.strategies)
+
+        return as_cut, np.array(list(map(is_cut, chosen.choices)))
 
     def traffic(self, node: fx.Node, given: Sequence[fx.Node]) -> Traffic:
         """The tensors that an op's kernels read and write: in a group, in a compiled chain, or alone."""
