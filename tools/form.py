@@ -102,7 +102,7 @@ def many_parameters(module: Module) -> Places:
             yield f.lineno, f.name
 
 
-@count(11, "classes of more than 200 lines")
+@count(2, "classes of more than 200 lines")
 def long_classes(module: Module) -> Places:
     return ((c.lineno, c.name) for c in module.all(ast.ClassDef) if length(c) > 200)
 
@@ -134,7 +134,7 @@ def late_attributes(module: Module) -> Places:
                 yield line, f"{c.name}.{name}"
 
 
-@count(29, "comprehensions inside comprehensions")
+@count(16, "comprehensions inside comprehensions")
 def nested_comprehensions(module: Module) -> Places:
     for node in module.all(*COMPREHENSIONS):
         if any(isinstance(inner, COMPREHENSIONS) for inner in ast.walk(node) if inner is not node):

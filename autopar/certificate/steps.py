@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autopar.certificate.calls import is_constant
-from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, is_free, joined, size, whole, without
+from autopar.certificate.types import FREE, Dim, Refused, Type, axes_of, is_free, joined, plain, size, whole, without
+
+
+def after(name: str, x: Type, axis: str, numbers: Sequence[Any], shape: Sequence[int], cuts_constants: bool) -> Type:
+    """The type after a step with this name, of which this device has a result of this shape."""
+    if name in ("slice", "reduce_scatter"):
+        here = shape[numbers[0]] if len(shape) > numbers[0] else -1
+        if name == "slice" and cuts_constants and is_constant(x):
+            x = replace(x, dims=plain(x.shape))  # Each device has other rows of it from here on.
+        return _STEPS[name](x, axis, *numbers, here=here)
+    if name == "all_to_all":
+        here = shape[numbers[3]] if len(shape) > numbers[3] else -1
+        return all_to_all(x, axis, tuple(numbers), here=here)
+    return _STEPS[name](x, axis, *numbers)
 
 
 def all_reduce(x: Type, axis: str) -> Type:
@@ -68,6 +82,11 @@ def lodge(x: Type, axis: str) -> Type:
     is_whole = axis not in x.sums | x.most and axis not in axes_of(x.dims)
     _needs(is_whole, x, f"what becomes a part of a sum over {axis} has to be whole there")
     return replace(x, sums=x.sums | {axis})
+
+
+_STEPS: dict[str, Callable[..., Type]] = {
+    f.__name__: f for f in (all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, slice, lodge)
+}
 
 
 def _needs(holds: bool, x: Type, expected: str) -> None:

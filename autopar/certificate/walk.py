@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.certificate import steps
 from autopar.certificate.bodies import body_of, is_body_known
-from autopar.certificate.calls import TypedCall, is_constant, types_in, unknown
+from autopar.certificate.calls import TypedCall, types_in, unknown
 from autopar.certificate.readings import Wholes
 from autopar.certificate.rules import typed
 from autopar.certificate.types import (
@@ -27,10 +27,10 @@ from autopar.certificate.types import (
     axes_of,
     free,
     joined,
-    lie_alike,
     lies_as,
     plain,
 )
+from autopar.certificate.undone_views import UndoneViews
 from autopar.certificate.views import VIEWS
 from autopar.letters import NotCertified, NotServed
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
@@ -83,9 +83,7 @@ class Certificate:
     opened_by: Counter[str] = field(default_factory=Counter, repr=False)  # ops from which on something is unknown
     unforeseen: list[str] = field(default_factory=list, repr=False)  # calls that their op's rule could not read
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
-    _viewed: dict[str, list[tuple[Type, Type]]] = field(default_factory=dict, repr=False)  # op -> types of its views
-    _undone: set[fx.Node] = field(default_factory=set, repr=False)  # views that are taken to undo an earlier one
-    suspects: set[fx.Node] = field(default_factory=set, repr=False)  # undone views that may cause a refusal
+    views: UndoneViews = field(default_factory=UndoneViews, repr=False)
 
     def __str__(self) -> str:
         share = f"{self.values - self.open} of {self.values} values"
@@ -133,9 +131,9 @@ def _under_one_reading(joint: Any, interface: Interface, ending: tuple[Any, Sequ
         try:
             return _certified(joint, interface, ending, found)
         except NotCertified:
-            if not found.suspects:
+            if not found.views.suspects:
                 raise
-            interface = replace(interface, doubted=interface.doubted | found.suspects)
+            interface = replace(interface, doubted=interface.doubted | found.views.suspects)
 
 
 def _certified(
@@ -341,30 +339,13 @@ class _Walk:
         ops = dict.fromkeys((op, *map(self.interface.comes_of, node.users))) if looks else ()
         inside = tuple(shape for one in ops for shape in self.interface.inside(one))
         made: Type = self._typed(node.target, call, wholes, inside)
-        views = self.found._viewed.setdefault(op, [])
         if made.open == x.open:
-            if op:
-                views.append((x, made))
+            self.found.views.add(op, x, made)
             return made
         if node in self.interface.doubted:
             return made
-        for before, after in views:
-            if before.shape == call.shapes[0] and lie_alike(x, after):
-                self.found._undone.add(node)
-                return replace(x, dims=before.settled(x.open).dims)
-        return made
-
-    def _suspects(self, node: fx.Node) -> set[fx.Node]:
-        """Views that are taken to undo an earlier one, on the way inside of one op to what a node reads."""
-        seen: set[fx.Node] = set()
-        left = list(node.all_input_nodes)
-        while left:
-            value = left.pop()
-            if value not in seen:
-                seen.add(value)
-                op = self.interface.comes_of(value)
-                left += [n for n in value.all_input_nodes if op and self.interface.comes_of(n) == op]
-        return seen & self.found._undone
+        undone = self.found.views.undone(node, op, x, call.shapes[0])
+        return made if undone is None else undone
 
     def _typed(self, target: Any, call: TypedCall, wholes: _Shapes = (), inside: _Shapes = ()) -> Any:
         """Result of a rule; calls that are alike are typed once."""
@@ -392,20 +373,10 @@ class _Walk:
     def _one(self, name: str, x: Type, axis: str, numbers: Sequence[Any], shape: Sequence[int]) -> Type:
         if axis not in self.axes:
             return x  # The axis of time runs turns on one device.
-        if name in ("slice", "reduce_scatter"):
-            here = shape[numbers[0]] if len(shape) > numbers[0] else -1
-            if name == "slice" and self.interface.cuts_constants and is_constant(x):
-                x = replace(x, dims=plain(x.shape))  # each device has other rows of it from here on
-            made = getattr(steps, name)(x, axis, *numbers, here=here)
-        elif name == "all_to_all":
-            here = shape[numbers[3]] if len(shape) > numbers[3] else -1
-            made = steps.all_to_all(x, axis, tuple(numbers), here=here)
-        else:
-            made = getattr(steps, name)(x, axis, *numbers)
-        return made
+        return steps.after(name, x, axis, numbers, shape, self.interface.cuts_constants)
 
     def _letter(self, node: fx.Node, refused: Refused) -> NotCertified:
-        self.found.suspects |= self._suspects(node)
+        self.found.views.suspect(node, self.interface.comes_of)
         operands = ", ".join(f"{n.name}: {self.types.get(n)}" for n in node.all_input_nodes)
         if said := self.interface.users_rule(self.interface.comes_of(node)):
             return NotCertified(

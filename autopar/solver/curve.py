@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from autopar.solver import text
 from autopar.solver.joint import JointPrices
-from autopar.solver.joint_search import JointSearch, frontier
+from autopar.solver.joint_search import JointSearch
 from autopar.solver.limits import LIMITS
-from autopar.solver.points import Point
+from autopar.solver.points import Point, frontier
 from autopar.solver.recompute import Within
 from autopar.solver.searches import Task
 

@@ -32,7 +32,7 @@ import numpy as np
 from autopar.once import Once
 from autopar.solver.availability import Availability, AvailabilityPrices
 from autopar.solver.budget import Budgeted
-from autopar.solver.eliminate import minimise
+from autopar.solver.eliminate import Found, minimise
 from autopar.solver.limits import LIMITS
 from autopar.solver.policy_states import PolicyStates
 from autopar.solver.tables import NOWHERE, Factor, Problem
@@ -130,7 +130,7 @@ class JointTables:
     def base(self, exposed: tuple[float, ...] | None) -> Problem:
         """Seconds as tables, with these exposed shares of windows."""
         if exposed not in self.bases:
-            self.bases = {exposed: self.counted.priced({}, exposed=exposed)}
+            self.bases = {exposed: self.counted.tables.problem({}, exposed=exposed)}
         return self.bases[exposed]
 
     def _fixed(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
@@ -159,6 +159,11 @@ class JointTables:
             factors[k] = _of(factors[k], _plus(once, factors[k].table, held, 1.0))
         return minimise(replace(base, costs=costs, factors=factors, once=Once()), tries=1).bound
 
+    def least(self, at: JointPrices, line: Timeline) -> tuple[Availability, Found]:
+        """Availability prices under the sharding of a line, and the sharding that costs least at them."""
+        worth = self.prices.worth(line, at.of_byte, at.exposed)
+        return worth, minimise(self.problem(at, worth), tries=1, is_rough=self.counted.is_large)
+
     def problem(self, at: JointPrices, worth: Availability, of_time: float = 1.0) -> Problem:
         """Seconds and priced bytes as tables to be minimised, under these availability prices.
 
@@ -171,7 +176,7 @@ class JointTables:
         factors = list(base.factors)
         if not of_time:
             factors = [_of(factor, _for_nothing(once, factor.table)) for factor in factors]
-        at_step = tuple({i: [held] for i, held in held_by.items()} for held_by in self.counted.row(self.step))
+        at_step = tuple(map(_each_alone, self.counted.tables.row(self.step)))
         for of_byte, (by_sites, by_edges) in ((price, (self.fixed_sites, self.fixed_edges)), (at.at_step, at_step)):
             for i, held in by_sites.items() if of_byte else ():
                 costs[i] = _plus(once, costs[i], held, of_byte)
@@ -202,12 +207,13 @@ class JointTables:
         op = self.passages.ops[time]
         site = self.space.sites[op.site]
         asked = sum(float(worth.arriving[k]) for k in op.edges if k not in self.passages.gathered)
-        gains = [
-            sum(float(worth.leaving[k]) for k in self.prices.leaving_edges.get((time, i), ()))
-            for i in range(len(op.made))
-        ]
         wants = self.prices.wants[time]
 
+        def gain(port: int) -> float:
+            """Seconds that a value is worth to the edges over which it leaves the op."""
+            return sum(float(worth.leaving[k]) for k in self.prices.leaving_edges.get((time, port), ()))
+
+        gains = list(map(gain, range(len(op.made))))
         repeats = None if self.policy is None else self.policy.repeats[time]
         is_early = time in self.early
         saving = float(worth.saving[time]) if self.policy is not None and time in self.policy.unless else None
@@ -270,6 +276,11 @@ class JointTables:
 def _plus(once: Once, base: np.ndarray, held: Sequence[np.ndarray], price: float) -> np.ndarray:
     """A table plus bytes times a price."""
     return once("fixed", (base, *held), lambda: base + sum(price * h for h in held))
+
+
+def _each_alone(tables: dict[int, np.ndarray]) -> dict[int, list[np.ndarray]]:
+    """Lists of one table each."""
+    return {k: [table] for k, table in tables.items()}
 
 
 def _for_nothing(once: Once, table: np.ndarray) -> np.ndarray:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.solver.availability import Availability
-from autopar.solver.budget import Budgeted, Outcome, prices_of
-from autopar.solver.eliminate import Found, minimise
-from autopar.solver.joint import JointPrices, JointTables, without_states
+from autopar.solver.budget import Outcome
+from autopar.solver.eliminate import minimise
+from autopar.solver.joint import JointPrices, JointTables
 from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined, lowest_of, seconds_and_bytes
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
+from autopar.solver.prices import prices_of
 from autopar.solver.searches import Task
+from autopar.solver.small_shardings import SmallShardings
 
 _LIMITS = LIMITS.joint
 
@@ -30,13 +32,11 @@ class JointSearch:
     tables: JointTables
     met: dict[tuple[int, ...], Lined]  # shardings by their choices; the first is the fastest
     stopped: list[str]
+    small: SmallShardings
     # Bounds at the prices that were tried; in a large space first in single precision, which proves nothing.
     bounds: dict[JointPrices, float] = field(default_factory=dict)
     rough: dict[JointPrices, float] = field(default_factory=dict)
     worths: dict[JointPrices, Availability] = field(default_factory=dict)  # prices -> the availability prices
-    small: list[Lined] = field(default_factory=list)  # shardings that `_where_bytes_are_dear` has found so far
-    smallest: Point | None = None  # the plan of the lowest peak; None until it is searched for
-    _bare: Budgeted | None = None  # the space of `bare`; None until it is asked for
 
     @staticmethod
     def of(task: Task) -> JointSearch | None:
@@ -50,7 +50,9 @@ class JointSearch:
         held = first.point.held
         backward = 2 * first.line.ops
         tables = JointTables(task.counted, int(held[:backward].argmax()), backward + int(held[backward:].argmax()))
-        return JointSearch(task, free, tables, {tuple(first.point.picked): first}, stopped)
+        met = {tuple(first.point.picked): first}
+        small = SmallShardings(task, tables, free.prices.exposed, met)
+        return JointSearch(task, free, tables, met, stopped, small)
 
     @property
     def first(self) -> Lined:
@@ -87,7 +89,7 @@ class JointSearch:
         It and its bound are added to what is known. The other sharding is returned where choices do not go together.
         """
         is_large = self.task.counted.is_large
-        self.worths[at], least = self._least(at, lined)
+        self.worths[at], least = self.tables.least(at, lined.line)
         (self.rough if is_large else self.bounds)[at] = least.bound
         point = self.task.counted.point(least.picked)
         if not math.isfinite(point.seconds):
@@ -97,11 +99,6 @@ class JointSearch:
         found.states.of(self.tables.prices.cheapest(found.line, at.of_byte, at.exposed))
         return found
 
-    def _least(self, at: JointPrices, lined: Lined) -> tuple[Availability, Found]:
-        """Availability prices under a sharding, and the sharding that costs least at them."""
-        worth = self.tables.prices.worth(lined.line, at.of_byte, at.exposed)
-        return worth, minimise(self.tables.problem(at, worth), tries=1, is_rough=self.task.counted.is_large)
-
     def ahead(self, budget: float) -> tuple[JointPrices, float]:
         """Prices that maximise the least priced cost of plans met so far under a budget, and that cost.
 
@@ -109,7 +106,7 @@ class JointSearch:
         """
         times = (self.tables.time, self.tables.step)
         met = self._plans()
-        held = np.array([[plan.held[t] for t in times] for plan in met])
+        held = np.array([plan.held[list(times)] for plan in met])
         if (held.max(1) <= budget).any():
             prices, most = prices_of(met, times, budget, self.task.counted.kinds)
             of_byte, at_step = (prices.of_bytes.get(t, 0.0) for t in times)
@@ -157,74 +154,6 @@ class JointSearch:
         """The plan of the lowest peak that was met."""
         return min((lowest_of(lined) for lined in self.met.values()), key=lambda p: (p.peak, p.seconds))
 
-    @property
-    def is_long(self) -> bool:
-        """Whether there are so many places that a search for shardings at many times takes too long."""
-        return len(self.task.space.sites) > LIMITS.searches.long
-
-    @property
-    def bare(self) -> Budgeted:
-        """The space with the bytes that no states change."""
-        if self._bare is None:
-            self._bare = Budgeted(without_states(self.task.space))
-        return self._bare
-
-    def that_fit_bare(self, budget: float) -> Iterator[Lined]:
-        """Fast shardings whose bytes that no states change fit in a budget; small ones if none fit.
-
-        The fastest of them come first. In a large space they are those that are best where bytes are dear.
-        """
-        if self.is_long:
-            yield from self._where_bytes_are_dear()
-            return
-        gap = max(self.task.gap, _LIMITS.bare_gap)
-        outcome = self.bare.fastest(budget, gap, until=self.task.until, little=_LIMITS.rough, proves=False)
-        fits = frontier([p for p in outcome.points if p.peak <= budget])
-        for point in fits or sorted(outcome.points, key=lambda p: p.peak)[: _LIMITS.bare_smallest]:
-            if math.isfinite(point.seconds):
-                yield self._lined(point)
-
-    def _where_bytes_are_dear(self) -> Iterator[Lined]:
-        """Shardings that are best where bytes are dear; each is looked for once."""
-        usual = self.first.states.usual_price(self.tables.time)
-        exposed = self.free.prices.exposed
-        for k, times in enumerate(_LIMITS.dear):
-            if k == len(self.small):
-                at = JointPrices(usual * times, exposed, usual * times)
-                point = self.task.counted.point(self._least(at, self.first)[1].picked)
-                self.small.append(self._lined(point) if math.isfinite(point.seconds) else self.first)
-            yield self.small[k]
-
-    def _lined(self, point: Point) -> Lined:
-        """A sharding with its states: those that are known, or none yet."""
-        known = self.met.get(tuple(point.picked))
-        return known or Lined.of(self.task, self.task.counted.point(point.picked))
-
-    def lowest(self) -> Point:
-        """The plan of the lowest peak that is found, the same under any budget; searched for once.
-
-        The search starts from the fastest sharding, and the smallest in what no states change.
-        """
-        if self.smallest is None:
-            self.smallest = self._search_lowest()
-        return self.smallest
-
-    def _search_lowest(self) -> Point:
-        """The plan of the lowest peak, by polishing the states of small shardings, where it takes no time."""
-        all_ = [Lined.of(self.task, self.first.point)]
-        if self.is_long:
-            all_ += self._where_bytes_are_dear()
-        elif math.isfinite((smallest := self.bare.smallest()[0]).seconds):
-            all_.append(self._lined(smallest))
-        for lined in all_:
-            lined.within(0.0)
-            if not self.is_long:
-                lined.polished(0.0)
-        lined = min(all_, key=lambda lined: lined.lowest)
-        while not self.is_long and lined.polished(_LIMITS.lower * lined.lowest) is not None:
-            pass
-        return lowest_of(lined)
-
     def look_closely(self, budget: float) -> None:
         """Prove, in double precision, the best bound that was found in single precision."""
         if self.about(budget) <= self.bound(budget):
@@ -262,12 +191,3 @@ def dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:
         else:
             high = price
     return high, float((seconds + high * over).min())
-
-
-def frontier(points: Sequence[Point]) -> list[Point]:
-    """Plans on the Pareto front of seconds and peak bytes, the fastest first; at most `_LIMITS.handed_on`."""
-    found: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.seconds, p.peak)):
-        if math.isfinite(point.seconds) and (not found or point.peak < found[-1].peak):
-            found.append(point)
-    return found[: _LIMITS.handed_on]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from autopar.solver.limits import LIMITS
 from autopar.space.lookup import FlowIndices, Tables, Taken
 from autopar.space.memory import Memory, Piece
 from autopar.space.space import Space
@@ -32,6 +35,15 @@ class Point:
     @property
     def peak(self) -> float:
         return float(self.held.max())
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Plans on the Pareto front of seconds and peak bytes, the fastest first; a limited number."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.peak)):
+        if math.isfinite(point.seconds) and (not found or point.peak < found[-1].peak):
+            found.append(point)
+    return found[: LIMITS.joint.handed_on]
 
 
 class HeldBytes:
@@ -114,3 +126,11 @@ class Points:
             return point
         held, momentary = self._held.under(self.flows.under(point.picked), is_exact=False)
         return replace(point, held=held, momentary=momentary)
+
+    def fullest(self, point: Point) -> list[int]:
+        """The fullest time of the forward, of each half of the backward, and of the optimizer's step."""
+        if self._held is None:
+            return []
+        n = len(self._held.memory.ops)
+        edges = [0, n, n + n // 2, 2 * n, 2 * n + 1]
+        return [low + int(point.held[low:high].argmax()) for low, high in itertools.pairwise(edges) if high > low]

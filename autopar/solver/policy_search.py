@@ -15,15 +15,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.solver.availability import Availability
-from autopar.solver.budget import Outcome, prices_of
+from autopar.solver.budget import Outcome
 from autopar.solver.eliminate import Found, minimise
 from autopar.solver.joint import JointPrices, JointTables
-from autopar.solver.joint_search import frontier
 from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined
-from autopar.solver.points import Point
+from autopar.solver.points import Point, frontier
 from autopar.solver.policies import POLICIES, Policy, named
 from autopar.solver.policy_states import ALL_STATES, PolicyStates
+from autopar.solver.prices import prices_of
 from autopar.solver.searches import Findings, Task
 
 _LIMITS = LIMITS.recompute

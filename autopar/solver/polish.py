@@ -83,7 +83,7 @@ def alike(
     found = list[Point]()
 
     def at(height: float) -> Point | None:
-        problem = counted.priced({t: p * height for t, p in prices.items() if p > 0})
+        problem = counted.tables.problem({t: p * height for t, p in prices.items() if p > 0})
         point = with_equal_layers(counted, points, problem, solver, stopped)
         if point is not None:
             found.append(point)
@@ -264,7 +264,7 @@ def spliced(counted: Budgeted, points: Sequence[Point], budget: float) -> list[P
     if not over:
         return []
     place = _places(counted.space)
-    rows = [Tables(*(of.items() for of in counted.row(t))) for t in counted.rows]
+    rows = [Tables(*map(dict.items, counted.tables.row(t))) for t in counted.tables.rows]
     pairs = [pair for a in under for b in over for pair in ((a, b), (b, a))]
     found = [_best_splice(counted, rows, _Splices(counted, place, *pair), budget) for pair in pairs]
     return [p for p in found if p is not None]

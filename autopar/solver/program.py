@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.letters import Infeasible
 from autopar.solver.axis_use import as_named
-from autopar.solver.budget import Budgeted, Prices
+from autopar.solver.budget import Budgeted
 from autopar.solver.curve import Curve, CurvePoint, between, curve_of
 from autopar.solver.figures import size, time
 from autopar.solver.integer import backend_of, infeasible
@@ -17,6 +17,7 @@ from autopar.solver.plan import Plan
 from autopar.solver.plan_of_choices import plan_of
 from autopar.solver.points import Point, Points
 from autopar.solver.policies import Policy
+from autopar.solver.prices import Prices
 from autopar.solver.recompute import lowest
 from autopar.solver.recompute import recompute as recomputing
 from autopar.solver.rivals import PricedSpace
@@ -95,7 +96,7 @@ def _said_of_policy(policy: str | Policy, adds: float, found: Findings) -> tuple
 def _with_named_axes(counted: Budgeted, best: Point, bound: float, budget: float) -> tuple[Point, Plan]:
     """A plan as its axes are named, and its point; it says what that costs."""
     space = counted.space
-    told = budget if counted.rows or best.recomputed else math.inf
+    told = budget if counted.tables.rows or best.recomputed else math.inf
     plan = plan_of(space, best, bound, told)
     named = as_named(counted, best, plan, budget)
     if named is best:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from autopar.solver.joint import JointPrices
-from autopar.solver.joint_search import JointSearch, frontier
+from autopar.solver.joint_search import JointSearch
 from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined, lowest_of
-from autopar.solver.points import Point
+from autopar.solver.points import Point, frontier
 from autopar.solver.policies import Policy
 from autopar.solver.policy_search import PolicySearch
 from autopar.solver.policy_states import ALL_STATES
@@ -52,12 +52,12 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
 def _take_more(search: PolicySearch, without: Without) -> None:
     """Try shardings that fit without recompute, then small ones: in a large space until one fits."""
     task = search.task
-    is_short = len(task.space.sites) <= LIMITS.searches.long
+    is_short = not task.is_long
     for point in frontier(found.outcome.points if (found := without()).outcome else []):
         if search.take(point) and not is_short:
             return
     if search.best is None or is_short:
-        for point in dict.fromkeys([*frontier(task.counted.small()), task.counted.smallest()[0]]):
+        for point in dict.fromkeys([*frontier(task.counted.small().points), task.counted.smallest()[0]]):
             if search.take(point, is_always=True) and not is_short:
                 return
 
@@ -142,11 +142,11 @@ class Within:
     def comes_near(self) -> bool:
         """Whether shardings that fit with the bytes that no states change lead to a plan near the budget."""
         lowest = math.inf
-        for lined in self.joint.that_fit_bare(self.budget):
+        for lined in self.joint.small.that_fit(self.budget):
             self._take(lined)
             if lined.lowest > self.budget:
                 self._take_segments(lined)
-            if not self.joint.is_long and (self.best is None or lined.point.seconds < self.best.seconds):
+            if not self.joint.task.is_long and (self.best is None or lined.point.seconds < self.best.seconds):
                 plan = lined.polished(self.budget)
                 if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
                     self.best, self.lined = plan, lined
@@ -273,12 +273,12 @@ def _auto(task: Task, without: Without) -> Findings:
         within.look_for_prices(_LIMITS.rounds_at_first)
         if joint.bound(task.budget) >= (1 - _LIMITS.worth) * task.counted.rival:
             return Findings(within.best, joint.bound(task.budget), joint.free)
-    needs = joint.tables.least_bytes() if within.best is None and not joint.is_long else 0.0
+    needs = joint.tables.least_bytes() if within.best is None and not joint.task.is_long else 0.0
     if needs > task.budget * (1 + LIMITS.rounding.over):
-        return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.lowest(), needs=needs)
+        return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.small.lowest(), needs=needs)
     if not within.is_near_rival and not within.comes_near() and within.best is None:
         # The smallest plan may fit even where no fast sharding comes near the budget.
-        smallest = joint.lowest()
+        smallest = joint.small.lowest()
         if smallest.peak > task.budget:
             return Findings(None, joint.bound(task.budget), joint.free, lowest=smallest, needs=needs)
         within.best = smallest
@@ -309,7 +309,7 @@ def _and_without(within: Within, without: Without) -> Findings:
 def _of_the_smallest(joint: JointSearch, found: Findings, needs: float) -> Findings:
     """The findings with the smallest known plan: as the best one where it fits, else as the lowest."""
     task = joint.task
-    for search in (joint.met_lowest, joint.lowest):
+    for search in (joint.met_lowest, joint.small.lowest):
         if (smallest := search()).peak <= task.budget:
             return replace(found, best=smallest)
     fits = task.counted.smallest_within(task.budget, joint.first.point)

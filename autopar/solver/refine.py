@@ -21,6 +21,7 @@ from autopar.solver.groups import in_groups
 from autopar.solver.limits import LIMITS
 from autopar.solver.state_program import by_program
 from autopar.solver.states import Again, StateSearch, StepStates
+from autopar.space.timeline import Run, Timeline
 
 _LIMITS = LIMITS.refine
 
@@ -135,6 +136,11 @@ def _dropped(search: StateSearch, again: Iterable[int], begins: Sequence[int], t
     return sum(float(line.bytes[v]) for v in made if search.windows[v][0] <= time < begins[v])
 
 
+def _size(line: Timeline, run: Run) -> float:
+    """Bytes of what a run makes and could be dropped."""
+    return sum(float(line.bytes[v]) for v in run.makes if not line.fixed[v])
+
+
 def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int] | None:
     """Indices of the things of least total cost whose amounts sum to `needed`; None if all are too little.
 
@@ -230,7 +236,7 @@ def _next(search: StateSearch, states: StepStates) -> Iterable[Again]:
     """Sets of runs with one run less or more, of those whose values are largest where the step is fullest."""
     line = search.line
     time = int(states.held.argmax())
-    size = [sum(float(line.bytes[v]) for v in run.makes if not line.fixed[v]) for run in line.runs]
+    size = [_size(line, run) for run in line.runs]
     alive = [i for i, run in enumerate(line.runs) if size[i] and run.time <= time]
     for i in sorted(alive, key=lambda i: -size[i])[: _LIMITS.next]:
         yield states.again - {i} if i in states.again else states.again | {i}

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.sharding.strategies import Choice
-from autopar.solver.budget import Budgeted, Prices
+from autopar.solver.budget import Budgeted
 from autopar.solver.curve import Curve
 from autopar.solver.eliminate import least_by_choice
 from autopar.solver.lanes import Event, events_of
 from autopar.solver.plan_of_choices import held_of
 from autopar.solver.points import Point
+from autopar.solver.prices import Prices
 from autopar.solver.tables import Problem
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class PricedSpace:
         """
         assert self.counted is not None
         if self._problem is None:
-            self._problem = self.counted.priced(self.prices.of_bytes, exposed=self.prices.exposed)
+            self._problem = self.counted.tables.problem(self.prices.of_bytes, exposed=self.prices.exposed)
         sites = self.counted.space.sites
         v = next(i for i, s in enumerate(sites) if s.name == name)
         least = least_by_choice(self._problem, v, self.picked, hubs=self._hubs)

@@ -55,6 +55,11 @@ class Task:
         return self.counted.space
 
     @property
+    def is_long(self) -> bool:
+        """Whether there are so many places that a search for shardings at many times takes too long."""
+        return len(self.space.sites) > _LIMITS.long
+
+    @property
     def has_budget(self) -> bool:
         return math.isfinite(self.budget)
 
@@ -65,7 +70,7 @@ class Task:
     def is_small(self, with_rows: bool | None = None) -> bool:
         """Whether the whole space is small enough for an integer program."""
         if with_rows is None:
-            with_rows = bool(self.counted.rows or self.space.windows)
+            with_rows = bool(self.counted.tables.rows or self.space.windows)
         pairs = sum(e.seconds.size for e in self.space.edges)
         return pairs <= (_LIMITS.pairs_with_rows if with_rows else _LIMITS.pairs)
 
@@ -209,7 +214,7 @@ class WholeProgram:
 
     def look(self, task: Task, found: Findings) -> Findings:
         try:
-            answer = optimise(task.space, task.backend, task.budget, sorted(task.counted.rows))
+            answer = optimise(task.space, task.backend, task.budget, sorted(task.counted.tables.rows))
         except Infeasible:
             # With a budget, only the backend's tolerance may be at fault: the findings stand.
             if not task.has_budget:
@@ -274,7 +279,7 @@ def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> 
     space = task.space
     memory = task.space.memory
     assert memory is not None
-    best, bound = (lowest, needs) if lowest is not None and len(space.sites) > _LIMITS.long else task.counted.smallest()
+    best, bound = (lowest, needs) if lowest is not None and task.is_long else task.counted.smallest()
     if lowest is None and task.is_small() and best.peak > bound:
         answer = smallest(task.space, task.backend, best.peak)
         if answer.picked is not None:

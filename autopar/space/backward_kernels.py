@@ -8,7 +8,7 @@ a new tensor, since emitted code is functional. An op's entry has the last word 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,6 +101,10 @@ class _Kernels(TorchDispatchMode):
         key = storage._cdata, self.version.get(storage._cdata, 0)
         self.bytes[key] = storage.nbytes()
         return key
+
+    def total(self, memories: Iterable[Any]) -> int:
+        """Bytes of several memories."""
+        return sum(self.bytes[memory] for memory in memories)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -258,7 +262,8 @@ def _read_off(
         alike = [end for end, t in by_end.items() if t.numel() * t.itemsize == nbytes]
         return Held(nbytes, ends.get(memory) or next(iter(alike), End(False, next(iter(comes)))))
 
-    forward = [m for m in dict.fromkeys(m for reads, _ in ran for m in reads) if m not in made]
+    read = dict.fromkeys(m for reads, _ in ran for m in reads)
+    forward = [m for m in read if m not in made]
     kept = {ends[m].place: m for m in forward if m in ends and is_read(ends[m])}
     kept_out = {ends[m].place for m in forward if m in ends and ends[m] == End(False, ends[m].place, False)}
     besides = [m for m in forward if m not in ends]
@@ -271,7 +276,7 @@ def _read_off(
     leaving = {kernels.memory(t) for t in outputs.values()}.union(besides)
     forward_steps = _alive(forward_kernels.ran, leaving, {kernels.memory(t) for t in operands.values()})
     kernels.bytes |= {m: n for m, n in forward_kernels.bytes.items() if m not in kernels.bytes}
-    most = [sum(kernels.bytes[m] for m in step.difference(kept.values())) for step in steps]
+    most = [kernels.total(step.difference(kept.values())) for step in steps]
     left = [n - sum(coming.get(m, 0) for m in step) for n, step in zip(most, steps, strict=True)]
     shows = {k: ends[m].place for k, g in gradients.items() if (m := kernels.memory(g)) in coming}
     return Backward(
@@ -293,7 +298,11 @@ def _alive(ran: Sequence[tuple[Any, Any]], leaving: set[Any], given: set[Any]) -
     ran = _needed(ran, leaving)
     last = {m: i for i, (reads, _) in enumerate(ran) for m in reads} | dict.fromkeys(leaving, len(ran))
     first = {m: i for i, (_, makes) in enumerate(ran) for m in makes if m not in given}
-    return [{m for m, at in first.items() if at <= i <= max(at, last.get(m, -1))} for i in range(len(ran))]
+
+    def during(i: int) -> set[Any]:
+        return {m for m, at in first.items() if at <= i <= max(at, last.get(m, -1))}
+
+    return list(map(during, range(len(ran))))
 
 
 def _needed(ran: Sequence[tuple[Any, Any]], leaves: set[Any]) -> list[tuple[Any, Any]]:

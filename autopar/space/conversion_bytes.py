@@ -241,7 +241,8 @@ class _OfGradients:
         self.lasts = np.array([_lasts(wiring, lifetimes, k) for k in edges], bool)
         freed = [p for p in pieces if p.kind in _FREED and clock.n <= p.last <= clock.settled]
         freed.sort(key=lambda p: p.is_edge)
-        of_sites, of_edges = ([(p.place, p.bytes) for p in freed if p.is_edge is is_edge] for is_edge in (False, True))
+        of_sites = [(p.place, p.bytes) for p in freed if not p.is_edge]
+        of_edges = [(p.place, p.bytes) for p in freed if p.is_edge]
         self.freed = Tables(of_sites, of_edges)
         self.freed_at = np.array([p.last for p in freed], int)
 
@@ -332,7 +333,7 @@ def _lasts(wiring: Wiring, lifetimes: Lifetimes, k: int) -> bool:
     value, taker = wiring.values[k], wiring.takers[k]
     if taker not in lifetimes.clock.at or not type_of(value).requires_grad:
         return False
-    return lifetimes.last_use(value) == lifetimes.clock.at[taker] or not lifetimes.is_added(value, taker)
+    return lifetimes.last_use(value) == lifetimes.clock.at[taker] or not lifetimes.added.is_added(value, taker)
 
 
 def _made_by(op: Passage) -> Iterator[np.ndarray]:

@@ -15,9 +15,10 @@ from autopar.sharding.certainty import FROM, MEASURED
 from autopar.sharding.cost_model import Kernel
 from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
+from autopar.space.chosen import Chosen
 from autopar.space.kernel_sites import KernelSites
 from autopar.space.op_exchanges import sent_under
-from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
+from autopar.space.op_seconds import OpSeconds, seconds_in_chunks
 from autopar.space.setting import Setting
 
 

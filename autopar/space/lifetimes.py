@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ import torch.fx as fx
 
 from autopar.graph import walks
 from autopar.graph.graph import Graph, info, op_name, type_of
-from autopar.graph.layers import innermost_block
 from autopar.graph.nodes import tensor_operands
+from autopar.space.added_gradients import AddedGradients
 from autopar.space.backward_kernels import Backward, Held, backwards
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.saved import kept_by, layouts, owners
@@ -55,6 +54,10 @@ class Clock:
         """The time of a node's backward; for outputs the last one, since the user may hold them that long."""
         return 2 * len(self.ops) - 1 - self.at.get(node, 0)
 
+    def made_at(self, value: fx.Node) -> int:
+        """The index of the op that makes a value; 0 for what exists before the step."""
+        return self.at.get(_producer(value), 0)
+
     def mirrored(self, op: int) -> int:
         """The time of the backward of the op with this index."""
         return 2 * len(self.ops) - 1 - op
@@ -74,6 +77,7 @@ class Lifetimes:
         self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
         self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
         self.users = {n: readers(n) for n in graph.nodes}
+        self.added = AddedGradients(clock, self.users, self.is_view)
         self.outputs = {n: walks.results(n) for n in graph.nodes}  # the values that each op gives
         self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward
         self.besides: dict[fx.Node, tuple[Held, ...]] = {}  # other tensors that an op makes for its backward
@@ -89,11 +93,6 @@ class Lifetimes:
             self.keeps[op], self.besides[op] = set(own[0]), own[1]
         for op, back in self.backward.items():
             self.freed_first[op] = self._freed(op, back)
-        # op -> the first op of its block: gradients from other blocks are added there
-        self.begins: dict[int, int] = {}
-        for _, several in itertools.groupby(clock.ops, lambda op: innermost_block(info(op).module)):
-            alike = [clock.at[op] for op in several]
-            self.begins.update(dict.fromkeys(alike, alike[0]))
         # value of an op -> the last time at which it is needed without a conversion, by an op of the forward or by
         # the backward of its own op
         made = [value for value in graph.nodes if info(value).kind in ("op", "part")]
@@ -166,7 +165,7 @@ class Lifetimes:
         """
         if value not in self._last_uses:
             places = [self._last_read(value, u) for u in self.users[value]]
-            self._last_uses[value] = max(places, default=self._place(value))
+            self._last_uses[value] = max(places, default=self.clock.made_at(value))
         return self._last_uses[value]
 
     def _last_read(self, value: fx.Node, user: fx.Node) -> int:
@@ -174,7 +173,7 @@ class Lifetimes:
         if user in self.clock.at:
             runs = self.runs_with.get(user, user)
             return max(map(self.last_use, self.hands_back(user, value)), default=self.clock.at[runs])
-        return self._place(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
+        return self.clock.made_at(value) if self.clock.has_loss and type_of(value).shape else self.clock.n - 1
 
     def _taken_over(self, graph: Graph, groups: Mapping[fx.Node, Group]) -> Iterator[int]:
         """Memories that gradients overwrite: of values in a chunk that only one kernel, able to do so, reads."""
@@ -199,10 +198,10 @@ class Lifetimes:
         """Whether this op's backward adds to the gradient that later uses gave a value.
 
         Only an op that reads the value once, and not through a view, does. What comes is converted before the sum is
-        made (see `sums`).
+        made (see `AddedGradients`).
         """
         is_shared = self.is_view[value] and info(value).kind == "op" and op_name(value) == "identity"
-        return is_shared and self.clock.at[op] in self._uses(value)[:-1] and self._is_direct(value, op)
+        return is_shared and self.clock.at[op] in self.added.uses(value)[:-1] and self._is_direct(value, op)
 
     def _is_direct(self, value: fx.Node, op: fx.Node) -> bool:
         is_once = sum(operand is value for operand in op.target.operands(op.kwargs)) == 1
@@ -223,57 +222,17 @@ class Lifetimes:
                 return until
             value = shown
 
-    def sums(self, value: fx.Node) -> Iterator[tuple[int, int]]:
-        """First and last times of gradients that lie beside the one that the last of several uses gives.
-
-        A gradient is added where it comes. Those that ops of another block give are added up apart, and added to the
-        others where the backward of that block ends.
-        """
-        mirrored, uses = self.clock.mirrored, self._uses(value)
-        for use, later in zip(uses[-2::-1], uses[:0:-1], strict=True):
-            begins = self._enters(value, use)
-            yield mirrored(use), mirrored(use if begins is None or begins == self.begins[later] else begins)
-
-    def apart(self, value: fx.Node, op: fx.Node) -> int | None:
-        """The time until which the gradient of one of several uses stays apart; None if it is added at once.
-
-        It is added where another use of its block gives one, or where the backward of the block ends.
-        """
-        uses, at, begins = self._uses(value), self.clock.at[op], self.begins
-        enters = self._enters(value, at)
-        if not self.is_view[value] or enters is None or any(at < use and begins[use] == enters for use in uses):
-            return None
-        before = [use for use in uses if use < at and begins[use] == enters]
-        return self.clock.mirrored(before[-1] if before else enters)
-
-    def _enters(self, value: fx.Node, use: int) -> int | None:
-        """The index of the first op of a reader's block; None where the value is made in that block too."""
-        begins = self.begins[use]
-        return begins if begins > self._place(value) else None
-
-    def is_added(self, value: fx.Node, op: fx.Node) -> bool:
-        """Whether the gradient that an op gives a value is added at once to what later uses gave."""
-        return len(self._uses(value)) > 1 and self.apart(value, op) is None
-
-    def _uses(self, value: fx.Node) -> list[int]:
-        """The indices of the ops that read a value and give it a gradient."""
-        return sorted({self.clock.at[u] for u in self.users[value] if u in self.clock.at and _gives_gradient(u)})
-
     def first_use(self, value: fx.Node) -> int:
         """The index of the first op that reads a value in forward, through ops that hand it on to one reader.
 
         At the backward of that op its gradient is whole. An op that hands it on to several readers counts as a reader.
         """
-        return min((self._first_read(u) for u in self.users[value]), default=self._place(value))
+        return min((self._first_read(u) for u in self.users[value]), default=self.clock.made_at(value))
 
     def _first_read(self, user: fx.Node) -> int:
         if user in self.clock.at and user in self.parameters.owners and len(self.users[user]) == 1:
             return min(map(self.first_use, self.outputs[user]), default=self.clock.at[user])
         return self.clock.forward(user)
-
-    def _place(self, value: fx.Node) -> int:
-        """The index of the op that makes a value; 0 for what exists before the step."""
-        return self.clock.at.get(_producer(value), 0)
 
     def views(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
         """The outputs of an op if they are views of this operand, else none."""
@@ -305,10 +264,6 @@ class Lifetimes:
 def readers(value: fx.Node) -> list[fx.Node]:
     """The ops that read a value, and the output node where it leaves the graph."""
     return [u for u in value.users if info(u).kind in ("op", "output")]
-
-
-def _gives_gradient(op: fx.Node) -> bool:
-    return any(t.requires_grad for t in info(op).outputs)
 
 
 def _producer(value: fx.Node) -> fx.Node:

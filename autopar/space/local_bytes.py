@@ -152,3 +152,8 @@ def _differ(rows: Sequence[Sharding], columns: Sequence[Sharding]) -> np.ndarray
     left = [numbers.setdefault(s, len(numbers)) for s in rows]
     right = [numbers.setdefault(s, len(numbers)) for s in columns]
     return np.not_equal.outer(left, right)
+
+
+def divided_by(mask: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes where the mask is set, and bytes where it is not."""
+    return np.where(mask, whole, 0.0), np.where(mask, 0.0, whole)

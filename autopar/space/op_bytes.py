@@ -66,8 +66,11 @@ class OpBytes:
             return self._on_parts(op)[1:]
         freed, counted = self._freed(op), self._counted(op, back)
 
+        def is_counted(held: Held) -> bool:
+            return not is_read(held.like) or held.like.place in freed
+
         def beyond() -> tuple[np.ndarray, np.ndarray]:
-            steps = [[one for one in step if not is_read(one.like) or one.like.place in freed] for step in back.held]
+            steps = (filter(is_counted, step) for step in back.held)
             fullest = np.max([self._sum(op, step) for step in steps], axis=0)
             besides = self._sum(op, back.besides)
             found: np.ndarray = fullest - sum(self._of(op, end) for end in counted) - besides
@@ -84,7 +87,7 @@ class OpBytes:
     def _counted(self, op: fx.Node, back: Backward) -> list[End]:
         """The gradients of a call that pieces count."""
         operands = tensor_operands(op)
-        added = {k for k in back.shows if self.lifetimes.is_added(operands[k], op)}  # sums in new tensors
+        added = {k for k in back.shows if self.lifetimes.added.is_added(operands[k], op)}  # sums in new tensors
         counted = [End(True, place) for place in back.gradients if place not in added]
         for value in self.lifetimes.outputs[op]:
             if type_of(value).requires_grad and self.lifetimes.has_own_gradient(value):
@@ -104,17 +107,14 @@ class OpBytes:
 
         def on(shapes: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
             back = backward_on(op, self.lifetimes.lies, shapes) or whole
-            besides = sum(n for n, _ in back.besides) + self._shown(op, back.reads - whole.reads, shapes)
-            made = max((sum(n for n, _ in step) for step in back.made), default=besides)
+            besides = _bytes(back.besides) + self._shown(op, back.reads - whole.reads, shapes)
+            made = max(map(_bytes, back.made), default=besides)
             return float(besides), float(made - besides), float(back.most(freed) - besides)
 
         def found() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             rows = []
-            for c in choices:
-                held = (
-                    largest_local_shape(t.shape, values(c.operand(i)), self.bytes.mesh) for i, t in enumerate(types)
-                )
-                shapes = tuple(map(tuple, held))
+            for choice in choices:
+                shapes = tuple(map(tuple, self._parts(choice, types)))
                 rows.append(known[shapes] if shapes in known else known.setdefault(shapes, on(shapes)))
             besides, made, most = np.array(rows, float).reshape(-1, 3).T
             made = np.maximum(made - sum(self._of(op, end) for end in self._results(op)), 0.0)
@@ -138,6 +138,10 @@ class OpBytes:
             else:
                 parts += share * type_of(value).nbytes
         return sum(whole.values()) + parts
+
+    def _parts(self, choice: Choice, types: Sequence[TensorType]) -> list[tuple[int, ...]]:
+        """The shapes of the parts of operands on the fullest device, under one choice."""
+        return [largest_local_shape(t.shape, values(choice.operand(i)), self.bytes.mesh) for i, t in enumerate(types)]
 
     def _sum(self, op: fx.Node, helds: Iterable[Held]) -> np.ndarray:
         """Bytes by choice of tensors, each divided as the tensor of the call that it is like."""
@@ -172,15 +176,14 @@ class OpBytes:
         choices, types = self.wiring.site(op).choices, tuple(map(type_of, tensor_operands(op)))
 
         def made() -> tuple[np.ndarray, ...]:
-            rows = [
-                bytes_of(
-                    [largest_local_shape(t.shape, values(c.operand(i)), self.bytes.mesh) for i, t in enumerate(types)]
-                )
-                for c in choices
-            ]
+            rows = [bytes_of(self._parts(choice, types)) for choice in choices]
             return tuple(np.array(column, float) for column in zip(*rows, strict=True))
 
         return self.bytes.once((like, types), (choices,), made)
+
+
+def _bytes(helds: Iterable[Held]) -> int:
+    return sum(held.nbytes for held in helds)
 
 
 def _first_copied(lifetimes: Lifetimes) -> dict[int, fx.Node]:

@@ -13,7 +13,8 @@ from autopar.ops.entry import exchanges_of, goes_beyond
 from autopar.ops.exchange import FORWARD, WAYS, Exchange
 from autopar.sharding.placement import largest_local_shape
 from autopar.sharding.strategies import Choice, values
-from autopar.space.op_seconds import Chosen, OpSeconds, Ways
+from autopar.space.chosen import Chosen, local_sizes
+from autopar.space.op_seconds import OpSeconds, Ways
 
 
 class Sent(NamedTuple):
@@ -66,7 +67,7 @@ def sent_under(prices: OpSeconds, chosen: Chosen, choice: Choice) -> Iterator[Se
         return
     cuts = [s.cut if goes_beyond(chosen.op, binding, s.cut) else None for s in choice.strategies]
     gone = {factor for cut in cuts if cut for factor in cut.factors} | binding.inside
-    local = prices.local_sizes(choice, binding.sizes)
+    local = local_sizes(choice, binding.sizes, mesh)
     left = math.prod(n for f, n in local.items() if f not in gone) * chosen.outputs[0].itemsize
     parts = [largest_local_shape(t.shape, values(choice.operand(k)), mesh) for k, t in enumerate(chosen.operands)]
     for axis, cut in enumerate(cuts):

@@ -2,75 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, TensorType, info, op_name, type_of
+from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.nodes import typed
 from autopar.ops.entry import Line, facts_of, goes_beyond, timed_name
-from autopar.sharding.cost_model import (
-    BROADCAST,
-    SUM,
-    SUM_OVER_ROWS,
-    TURNED,
-    UNALIGNED,
-    CostModel,
-    Heads,
-    Kernel,
-    Matrices,
-)
-from autopar.sharding.notation import Binding
-from autopar.sharding.placement import largest_local_shape, local_elements, part
+from autopar.sharding.cost_model import BROADCAST, SUM, SUM_OVER_ROWS, TURNED, UNALIGNED, CostModel, Kernel
+from autopar.sharding.placement import largest_local_shape, local_elements
 from autopar.sharding.strategies import Choice, values
+from autopar.space.attention_scores import AttentionScores
+from autopar.space.chosen import Chosen
 from autopar.space.kernel_sites import KernelSites
-from autopar.space.product_roles import groups_of_rows, loops_of, multiplied, roles_of
+from autopar.space.op_amounts import amounts_of
+from autopar.space.product_roles import multiplied
 from autopar.space.saved import memories
 from autopar.space.setting import Setting
 from autopar.space.traffic import Chains, Traffic, alone, groups_of, is_fused, relieved_of
 
-_TILE = 64  # queries and keys of the squares of which a GPU computes whole ones in an attention
 Ways = tuple[np.ndarray, ...]  # seconds in forward and in backward, by choice; none of what is free
-
-
-@dataclass(frozen=True, eq=False)
-class Chosen:
-    """A call of an op, with its binding and its choices."""
-
-    node: fx.Node
-    binding: Binding | None
-    choices: Sequence[Choice]
-    given: Sequence[fx.Node]  # the operands
-
-    @property
-    def op(self) -> str:
-        return op_name(self.node)
-
-    @functools.cached_property
-    def operands(self) -> tuple[TensorType, ...]:
-        return tuple(type_of(n) for n in self.given)
-
-    @property
-    def outputs(self) -> tuple[TensorType, ...]:
-        return info(self.node).outputs
-
-    @property
-    def trained(self) -> list[TensorType]:
-        return [t for t in self.operands if t.requires_grad]
-
-    @property
-    def loops(self) -> list[str]:
-        """The factors over which a product loops, a point of FLOPs each; all factors of other ops."""
-        return loops_of(self.op, self.binding) if self.binding else []
-
-    def is_broadcast(self, operand: TensorType) -> bool:
-        """Whether an operand has fewer elements than the result of its op."""
-        return math.prod(operand.shape) < math.prod(self.outputs[0].shape)
 
 
 class Kernels(NamedTuple):
@@ -81,16 +35,6 @@ class Kernels(NamedTuple):
     beside: Sequence[tuple[int, Kernel]] = ()  # other kernels of the backward, and how often they run
 
 
-class Amounts(NamedTuple):
-    """The work and traffic of a kernel, as arrays by choice."""
-
-    work: np.ndarray  # FLOPs of a product, elements of the largest tensor of any other
-    moved: np.ndarray  # bytes, in forward
-    moved_back: np.ndarray  # bytes moved by one kernel of the backward
-    starts: tuple[bool, bool]  # does a kernel start, in forward and in backward?
-    matrices: Matrices | None  # sizes of a product of two matrices, None for any other op
-
-
 class OpSeconds:
     """Prices the ops of a graph on a machine."""
 
@@ -98,6 +42,7 @@ class OpSeconds:
         self.mesh = setting.mesh
         self.cluster = setting.cluster
         self.costs = CostModel(setting.cluster, setting.mesh.size)
+        self.attention = AttentionScores(self.mesh, self.cluster.device.kernels)
         self.copied = _copies(graph, self.cluster.device.kernels)
         self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
         self.groups = groups_of(sites, self.cluster.device.kernels)
@@ -197,25 +142,28 @@ class OpSeconds:
         name = timed_name(op, typed(chosen.node.kwargs))
         keeps_nothing = isinstance(facts.keeps, Line) and not facts.keeps.values
         as_cut = self._where_cut(chosen, name)
-        amounts = self._amounts(chosen)
+        amounts = amounts_of(chosen, self.traffic(chosen.node, chosen.given), self.mesh)
         size = self._second_size(chosen, amounts.work)
         if as_cut is None and amounts.matrices is not None and not facts.windows:
             as_cut = op + UNALIGNED, amounts.matrices.unaligned(chosen.outputs[0].itemsize)
         names: tuple[str, ...] = (name, op)
         if facts.spreads and any(map(chosen.is_broadcast, chosen.operands)):
             names = (name + BROADCAST, *names)
+        work = amounts.work
+        if facts.heads:
+            work = work * self.attention.computed(chosen) * self.attention.seen(chosen, name, as_cut)
         # A fused op goes without its timed name: that time was measured for the op alone.
         is_in_chain = self.chains is not None and is_fused(chosen.node)
         return Kernel(
             () if is_in_chain else names,
             chosen.outputs[0].dtype,
-            amounts.work * self._computed(chosen) * self._seen(chosen, name, as_cut) if facts.heads else amounts.work,
+            work,
             amounts.moved,
             amounts.moved_back,
             starts=amounts.starts,
             is_product=facts.flops is not None,
             matrices=amounts.matrices,
-            heads=self._heads(chosen, name, as_cut, size) if facts.heads and size is not None else None,
+            heads=self.attention.heads(chosen, name, as_cut, size) if facts.heads and size is not None else None,
             hands_on=facts.spreads and keeps_nothing,
             as_cut=as_cut,
             size=size,
@@ -228,54 +176,14 @@ class OpSeconds:
         asked = facts.second_size
         if isinstance(asked, str):
             read = local_elements(chosen.operands[0].shape, (values(c.operand(0)) for c in chosen.choices), self.mesh)
-            return work / np.maximum(read + self._made(chosen), 1.0)
+            return work / np.maximum(read + chosen.elements(self.mesh), 1.0)
         if asked is None:
             return None
-        return self._in_tiles(chosen, *asked) if facts.heads else self._lengths(chosen, *asked)
-
-    def _lengths(self, chosen: Chosen, operand: int, dim: int) -> np.ndarray:
-        """The local size of a dim of an operand on the fullest device, by choice."""
-        shape = chosen.operands[operand].shape
-        held = [largest_local_shape(shape, values(c.operand(operand)), self.mesh) for c in chosen.choices]
-        return np.array([local[dim] for local in held], float)
-
-    def _in_tiles(self, chosen: Chosen, operand: int, dim: int) -> np.ndarray:
-        """The local size of a dim as an attention computes it, which on a GPU is in whole tiles, by choice."""
-        length = self._lengths(chosen, operand, dim)
-        return np.ceil(length / _TILE) * _TILE if self.cluster.device.kernels == "cuda" else length
-
-    def _computed(self, chosen: Chosen) -> np.ndarray:
-        """The ratio of computed to useful scores of an attention, by choice."""
-        more: np.ndarray = np.ones(len(chosen.choices))
-        for operand in (0, 1):
-            more *= self._in_tiles(chosen, operand, -2) / np.maximum(self._lengths(chosen, operand, -2), 1.0)
-        return more
-
-    def _heads(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None, length: np.ndarray) -> Heads:
-        """The heads of an attention, and the share of scores that is computed."""
-        is_causal = name.endswith(" causal")
-        cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
-        # Where queries are cut, the work already counts only the scores that are computed.
-        share = np.where(cut | (not is_causal), 1.0, 0.5)
-        return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
-
-    def _seen(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None) -> np.ndarray | float:
-        """The share of keys that the last part of a causal attention's cut queries sees, by choice."""
-        if as_cut is None or not name.endswith(" causal"):
-            return 1.0
-        queries, keys = (chosen.operands[k].shape[-2] for k in (0, 1))
-        held = self._lengths(chosen, 0, -2)
-
-        def pairs(rows: np.ndarray | int) -> np.ndarray:
-            """Pairs of queries and keys in the first rows, each of which sees the keys up to its own place."""
-            inside: np.ndarray = np.minimum(rows, keys)
-            return inside**2 / 2 + (rows - inside) * keys
-
-        return np.where(as_cut[1], (pairs(queries) - pairs(queries - held)) / (held * keys), 1.0)
+        return self.attention.lengths(chosen, *asked) if facts.heads else chosen.lengths(*asked, self.mesh)
 
     def _beside(self, chosen: Chosen, name: str, tensors: int) -> Kernel:
         """A kernel, timed under `name`, that reads and writes `tensors` tensors of the result's size."""
-        made = self._made(chosen)
+        made = chosen.elements(self.mesh)
         result = chosen.outputs[0]
         moved: np.ndarray = tensors * made * result.itemsize
         shape = (largest_local_shape(result.shape, values(c.output()), self.mesh) for c in chosen.choices)
@@ -289,40 +197,11 @@ class OpSeconds:
             return None
         # the last part of causal attention sees most keys: a pair of a query and a key takes as long as without a mask
         as_cut = op if name == f"{op} causal" else f"{op} cut"
-        return as_cut, np.array([any(goes_beyond(op, binding, s.cut) for s in c.strategies) for c in chosen.choices])
 
-    def _amounts(self, chosen: Chosen) -> Amounts:
-        """The work and traffic of the op's kernel, by choice."""
-        sizes = chosen.binding.sizes if chosen.binding else {}
-        product, loops = facts_of(chosen.op).flops, chosen.loops
-        per_point = product[0] if product else 1.0
-        is_product = product is not None and chosen.binding is not None
-        roles, groups = None, list[str]()
-        if is_product and chosen.binding is not None and not facts_of(chosen.op).heads:
-            roles = roles_of(chosen.binding, loops)
-            groups = groups_of_rows(chosen.binding, loops) if roles is not None else groups
-        traffic = self.traffic(chosen.node, chosen.given)
-        count = len(chosen.choices)
-        points, moved, back, matrices = np.empty(count), np.empty(count), np.empty(count), np.empty((4, count))
-        for i, choice in enumerate(chosen.choices):
-            ends = [(t, choice.operand(k)) for k, t in enumerate(chosen.operands)]
-            ends += [(t, choice.output(k)) for k, t in enumerate(chosen.outputs)]
-            held = [math.prod(largest_local_shape(t.shape, values(flows), self.mesh)) for t, flows in ends]
-            nbytes = [n * t.itemsize for n, (t, _) in zip(held, ends, strict=True)]
-            moved[i] = sum(share * nbytes[k] for k, share in traffic.forward)
-            back[i] = sum(share * nbytes[k] for k, share in traffic.backward) / traffic.gradients
-            if is_product:
-                local = self.local_sizes(choice, sizes)
-                points[i] = math.prod(local[f] for f in loops)
-                back[i] = moved[i]
-                if roles is not None:
-                    matrices[:, i] = [_product(local, factors) for factors in roles]
-                    count_of = _product(local, groups)  # Each group is a product of its own with its share of rows.
-                    matrices[:2, i] *= count_of, 1 / count_of
-            else:
-                points[i] = max(held, default=0)
-        starts = traffic.starts, traffic.starts_back
-        return Amounts(per_point * points, moved, back, starts, None if roles is None else Matrices(*matrices))
+        def is_cut(choice: Choice) -> bool:
+            return any(goes_beyond(op, binding, strategy.cut) for strategy in choice.strategies)
+
+        return as_cut, np.array(list(map(is_cut, chosen.choices)))
 
     def traffic(self, node: fx.Node, given: Sequence[fx.Node]) -> Traffic:
         """The tensors that an op's kernels read and write: in a group, in a compiled chain, or alone."""
@@ -331,22 +210,6 @@ class OpSeconds:
         if self.chains is not None:
             return self.chains.traffic(node, given)
         return alone(node, given, self.cluster.device.kernels)
-
-    def local_sizes(self, choice: Choice, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of the factors on the fullest device, under one choice."""
-        local = dict(sizes)
-        for strategy, n in zip(choice.strategies, self.mesh.shape, strict=True):
-            for factor in strategy.cut.factors if strategy.cut else ():
-                local[factor] = part(local[factor], n, 0)[1]
-        return local
-
-    def _made(self, chosen: Chosen) -> np.ndarray:
-        """Elements of the first output on the fullest device, by choice."""
-        return local_elements(chosen.outputs[0].shape, (values(c.output()) for c in chosen.choices), self.mesh)
-
-
-def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:
-    return math.prod(sizes[f] for f in factors)
 
 
 def _copies(graph: Graph, kind: str) -> frozenset[fx.Node]:

@@ -58,7 +58,7 @@ def memory_of(
     passages = passages_of(wiring, lifetimes, bytes_, op_bytes)
     temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, shared.values, bytes_)
     ops, arrives = tuple(info(n).key for n in clock.ops), passages.arrives
-    converted, merged = edges.converted(arrives), edges.merged(arrives)
+    converted, merged = edges.converted(arrives), edges.gradients.merged(arrives)
     return Memory(
         pieces, ops, clock.updates, passages, edges.readers, converted, edges.viewed, merged, shown, temporaries
     )

@@ -131,7 +131,7 @@ class _Builder:
             if (value, taker) not in self.edge:
                 return None
             if lifetimes.last_use(value) != clock.at[op]:
-                apart = lifetimes.apart(value, taker) if taker is op else None
+                apart = lifetimes.added.apart(value, taker) if taker is op else None
                 return None if apart is None else (value, (self.edge[value, taker],), apart)
             if until is None:
                 edges.append(self.edge[value, taker])
@@ -140,7 +140,7 @@ class _Builder:
                 break
             if op_name(maker) == "identity":
                 if until is None and lifetimes.has_several_uses(value):  # there another is added to it
-                    until = next((last for _, last in lifetimes.sums(value)), None)
+                    until = next((last for _, last in lifetimes.added.sums(value)), None)
             elif maker not in lifetimes.backward or len(lifetimes.outputs[maker]) > 1:
                 return None
             value, taker = maker.all_input_nodes[0], maker

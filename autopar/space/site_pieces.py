@@ -126,7 +126,7 @@ class SitePieces:
 
     def _sums(self, op: fx.Node, port: int, value: fx.Node) -> None:
         """Add the memory of summing the gradients of several uses: the one that comes, and the new sum."""
-        sums = list(self.lifetimes.sums(value))
+        sums = list(self.lifetimes.added.sums(value))
         if not sums:
             return
         lies = self._local(op, type_of(value), Tensors(port, of=gradients))

@@ -27,10 +27,11 @@ from autopar.sharding.strategies import (
     values,
 )
 from autopar.space.bindings import Bindings
+from autopar.space.chosen import Chosen
 from autopar.space.dim_blocks import DimBlocks, Sizes
 from autopar.space.discovery import suspected
 from autopar.space.op_exchanges import exchange_seconds
-from autopar.space.op_seconds import Chosen, OpSeconds, seconds_in_chunks
+from autopar.space.op_seconds import OpSeconds, seconds_in_chunks
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.setting import Setting
 from autopar.space.shared import Shared

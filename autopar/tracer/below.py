@@ -30,13 +30,11 @@ from autopar.runtime.private import (
     clean_room,
     in_kernel_invocation_manager,
 )
+from autopar.tracer import refused_calls
 from autopar.tracer.call import tensors_in
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
-
-# Torch's errors where fakes are asked for values.
-VALUE_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class DispatchMode(FakeTensorMode):
@@ -71,8 +69,8 @@ class DispatchMode(FakeTensorMode):
                 self.record(function, args, kwargs, result)
             return result
         except Exception as e:
-            if above is None and type(e).__name__ in VALUE_ERRORS:
-                raise recorder.depends_on_values(function, args) from e
+            if above is None and type(e).__name__ in refused_calls.VALUE_ERRORS:
+                raise refused_calls.depends_on_values(recorder, function, args) from e
             raise
         finally:
             self.is_deep = False
@@ -154,7 +152,7 @@ class DispatchMode(FakeTensorMode):
         call = self.recorder.call
         if isinstance(kwargs.get("out"), Tensor):
             raise recorder.letter(f"{function} writes to out=", args, "the form that returns new tensors")
-        recorder.values.refuse_write(args[0], str(function))
+        refused_calls.refuse_write(recorder, args[0], str(function))
         made, arguments = functional(function, args, kwargs)
         if made is None:
             made = OPS["copy"]

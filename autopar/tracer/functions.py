@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from autopar.ops.entry import SPELLINGS
 from autopar.runtime.brief_patches import OVERRIDE_CHECKS, without_override_checks
 from autopar.runtime.private import ASSERTIONS, is_transform_active
-from autopar.tracer import branches
+from autopar.tracer import branches, refused_calls
 from autopar.tracer.call import name_of
 from autopar.tracer.masks import BY_MASK
 from autopar.tracer.recorder import Recorder
@@ -111,7 +111,7 @@ def by_mask(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: di
     def count(mask: Tensor) -> int:
         found = branches.count(recorder, mask)
         if found is None:
-            raise recorder.depends_on_values(function, args)
+            raise refused_calls.depends_on_values(recorder, function, args)
         return found
 
     with FunctionMode(recorder):
@@ -131,7 +131,7 @@ def shown(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
 
 def refuse_shape(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse a function whose result has a shape that depends on values."""
-    raise recorder.depends_on_values(function, args)
+    raise refused_calls.depends_on_values(recorder, function, args)
 
 
 def record_attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

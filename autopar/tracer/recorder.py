@@ -1,10 +1,11 @@
 """Record every torch function that a module calls, as a list of pure ops.
 
-    functions.py    the function mode: sees every torch function, before autograd; one node each
-    below.py        the fake mode: sees ops inside TorchScript and transforms, writes and draws
-    values.py       writes in place become new values
-    branches.py     answers to questions about values
-    program.py      the nodes themselves
+    functions.py        the function mode: sees every torch function, before autograd; one node each
+    below.py            the fake mode: sees ops inside TorchScript and transforms, writes and draws
+    values.py           writes in place become new values
+    branches.py         answers to questions about values
+    program.py          the nodes themselves
+    refused_calls.py    letters about calls that no graph can hold
 
 The recorder runs a function on fakes, notes what it does below, and writes the node; it holds the parts of a capture.
 """
@@ -12,22 +13,22 @@ The recorder runs a function on fakes, notes what it does below, and writes the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autopar.graph.graph import Assume, TensorType, info
 from autopar.letters import NotCaptured
-from autopar.ops.entry import SPELLINGS, WRITES, Apply, facts_of
+from autopar.ops.entry import WRITES, Apply
 from autopar.ops.lookup import lookup
 from autopar.runtime.private import FakeTensor, without_torch_functions
+from autopar.tracer import refused_calls
 from autopar.tracer.assumptions import Assumptions
-from autopar.tracer.below import VALUE_ERRORS, DispatchMode
+from autopar.tracer.below import DispatchMode
 from autopar.tracer.call import RunningCall, name_of, tensors_in
 from autopar.tracer.casts import Casts
 from autopar.tracer.changes import Changes
@@ -37,13 +38,6 @@ from autopar.tracer.place import Whereabouts, source
 from autopar.tracer.precision import Precision
 from autopar.tracer.program import Recording
 from autopar.tracer.values import Values
-
-SAYS_ITS_SHAPE = {  # a call with the same result, whose shape does not depend on values
-    "one_hot": "one_hot(x, num_classes=n)",
-    "tensor_split": "tensor_split(x, [i, j, ...]), with a list of numbers",
-    "repeat_interleave": "repeat_interleave(x, counts, output_size=n), or one count for all",
-    "bincount": "one_hot(x, num_classes=n).sum(0)",
-}
 
 
 class Recorder:
@@ -114,7 +108,7 @@ class Recorder:
         try:
             return function(*args, **kwargs)
         except Exception as e:
-            letter = self.letter_about(e, function, args, kwargs)
+            letter = refused_calls.letter_about(self, e, function, args, kwargs)
             if letter is None:
                 raise
             raise letter from e
@@ -124,7 +118,7 @@ class Recorder:
     def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Write a node for a call that gave `result`."""
         outputs = tensors_in((result,), {})
-        _refuse_hidden_write(self, function, args)
+        refused_calls.refuse_hidden_write(self, function, args)
         if not outputs:
             return
         if isinstance(result, Tensor) and self.knows(result):
@@ -136,10 +130,10 @@ class Recorder:
                 args,
                 "device=x.device, of a tensor at hand",
             )
-        _refuse_layouts(self, function, args, (*outputs, *tensors_in(args, kwargs)))
+        refused_calls.refuse_layouts(self, function, args, (*outputs, *tensors_in(args, kwargs)))
         made, arguments = lookup(function, args, kwargs, result)
-        _refuse_mixed_dtypes(self, made, arguments, args)
-        _refuse_sparse_gradients(self, made, arguments, args)
+        refused_calls.refuse_mixed_dtypes(self, made, arguments, args)
+        refused_calls.refuse_sparse_gradients(self, made, arguments, args)
         draws = self.call.drew is not None
         if made.name in WRITES and self.writes(made, arguments):  # batch_norm's schema does not say that it writes
             made, written_to, _ = WRITES[made.name]
@@ -242,97 +236,4 @@ class Recorder:
             at=source(),
             seen=str(TensorType.of(tensor)),
             advice="register it as a buffer, or pass it as an input",
-        )
-
-    def letter_about(
-        self, error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> NotCaptured | None:
-        """The letter for an error of a torch function on fakes, or None where the error says enough."""
-        name = name_of(function)
-        # a kernel may read values where others read shapes
-        if type(error).__name__ in VALUE_ERRORS or "data is not allocated yet" in str(error):
-            return self.depends_on_values(function, args)
-        if isinstance(error, AssertionError) and "FakeTensor" in str(error):
-            return self.letter(f"{name} uses a tensor from outside the model and its inputs", args)
-        dtype = None if self.precision is None else self.precision.param
-        if dtype and isinstance(error, RuntimeError) and self._runs_in_single_precision(dtype, function, args, kwargs):
-            return self.letter(
-                f"torch has no {name} in {dtype}, in which precision= has the model compute: {error}",
-                args,
-                f"a cast where it is read: {name}(x.float(), ...); or no precision=",
-            )
-        return None
-
-    def _runs_in_single_precision(
-        self, dtype: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether a function that failed on operands of this dtype runs on float32."""
-        narrow = getattr(torch, dtype)
-        if not any(t.dtype == narrow for t in tensors_in(args, kwargs)):
-            return False
-        was_running = self.place.is_running
-        self.place.is_running = False
-        try:
-            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.float() if t.dtype == narrow else t, (args, kwargs))
-            function(*args, **kwargs)
-        except RuntimeError:
-            return False
-        finally:
-            self.place.is_running = was_running
-        return True
-
-    def depends_on_values(self, function: Callable[..., Any], args: tuple[Any, ...]) -> NotCaptured:
-        """The letter for a function whose result has a shape that depends on a tensor's values."""
-        name = name_of(function)
-        what = f"the shape of {name}'s result depends on the values of a tensor, which a graph cannot hold"
-        return self.letter(what, args, SAYS_ITS_SHAPE.get(name, "torch.where, or a mask of fixed shape"))
-
-
-def _refuse_hidden_write(recorder: Recorder, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuse a function that has written to an argument and is not known to do so."""
-    is_known = function in SPELLINGS and SPELLINGS[function][0].name in WRITES
-    if not is_known and any(recorder.values.shares_storage(target) for _, target in recorder.call.wrote):
-        raise recorder.letter(
-            f"{name_of(function)} writes to a tensor that it was given ({recorder.call.wrote[0][0]})",
-            args,
-            "the form that returns a new tensor",
-        )
-
-
-def _refuse_layouts(
-    recorder: Recorder, function: Callable[..., Any], args: tuple[Any, ...], tensors: Sequence[Tensor]
-) -> None:
-    """Refuse tensors that are not strided: sparse or nested."""
-    layouts = {str(t.layout).removeprefix("torch.") for t in tensors if t.layout != torch.strided}
-    if layouts:
-        raise recorder.letter(
-            f"{name_of(function)} reads or gives a tensor of layout {min(layouts)}, which a plan cannot cut",
-            args,
-            "a dense tensor, x.to_dense(); of a sparse product index_add or scatter_add over its places",
-        )
-
-
-def _refuse_sparse_gradients(recorder: Recorder, op: Any, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
-    """Refuse lookups in a trained table whose gradient would be sparse."""
-    is_sparse = arguments.get("sparse") is True or arguments.get("sparse_grad") is True
-    if is_sparse and any(t.requires_grad for t in tensors_in((arguments,), {})):
-        raise recorder.letter(
-            f"{op.name} gives a sparse gradient, which a plan cannot cut or reduce",
-            args,
-            "sparse=False: the same values",
-        )
-
-
-def _refuse_mixed_dtypes(recorder: Recorder, op: Any, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
-    """Refuse operands of several dtypes where torch accepts them on fakes, but not on real tensors."""
-    if not facts_of(op.name).one_dtype:
-        return
-    floating = [t for t in tensors_in((arguments,), {}) if t.is_floating_point()]
-    dtypes = {str(t.dtype).removeprefix("torch.") for t in floating}
-    if len(dtypes) > 1:
-        raise recorder.letter(
-            f"{op.name} of {' and '.join(sorted(dtypes))}: on real tensors torch refuses to mix them, on "
-            "fakes it does not",
-            args,
-            "inputs of the model's own dtype; under precision=, a buffer cast where it is read: table.to(x.dtype)",
         )

@@ -16,6 +16,7 @@ node says it too, and both must agree: a copy under no_grad, through .data or th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +91,11 @@ class Values:
         node = self.nodes.get(id(tensor))
         if node is None or type_of(node).requires_grad == self.has_gradient(tensor):
             return node
+        detached = self.recorder.detached_below
         if type_of(node).requires_grad:  # copied under no_grad, through .data or through .detach()
             type_ = replace(type_of(node), requires_grad=False)
             node = self.nodes[id(tensor)] = self.recorder.emit(OPS["detach"], {"input": node}, (type_,))
-        elif self._is_trained(tensor) and walks.ancestors([node]).isdisjoint(self.recorder.detached_below):
+        elif _is_trained(tensor, self.recorder.program.origins) and walks.ancestors([node]).isdisjoint(detached):
             raise self.recorder.letter(
                 "a value has a gradient in the model and none in the graph: its memory was written behind autograd",
                 (tensor,),
@@ -107,20 +109,6 @@ class Values:
         A view taken under no_grad says that it wants one where its base does, and hands none on.
         """
         return tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in self.recorder.program.origins)
-
-    def _is_trained(self, tensor: Tensor) -> bool:
-        """Whether the gradient of a tensor reaches an input or a tensor of the module."""
-        seen = set()
-        pending = [tensor.grad_fn]
-        while pending:
-            step = pending.pop()
-            if step is None or step in seen:
-                continue
-            seen.add(step)
-            if id(getattr(step, "variable", None)) in self.recorder.program.origins:
-                return True
-            pending += [before for before, _ in step.next_functions]
-        return False
 
     def _read_again(self, tensor: Tensor) -> fx.Node:
         """Emit the op that made a view once more, on the memory as it is now."""
@@ -154,12 +142,6 @@ class Values:
             self._held = {_storage(held) for held in self.recorder.names.fakes}
         return _storage(tensor) in self._held or bool(self._family(tensor))
 
-    def overlaps(self, other: Tensor, target: Tensor) -> bool:
-        """Whether two tensors share memory, but are not the same view of it."""
-        if _storage(other) != _storage(target):
-            return False
-        return _extent(other) != _extent(target)
-
     def is_that_view(self, whole: Tensor, index: Any, value: Tensor) -> bool:
         """Whether `value` is the view of `whole` at this index."""
         if _storage(value) != _storage(whole) or self._places_of(value) != self._places_of(whole):
@@ -169,7 +151,7 @@ class Values:
             view = whole[index]
         finally:
             self.recorder.call.function = None
-        is_same = _storage(view) == _storage(whole) and not self.overlaps(value, view)
+        is_same = _storage(view) == _storage(whole) and not overlaps(value, view)
         return is_same and self.has_gradient(value) == self.has_gradient(whole)  # not so behind .data or .detach()
 
     def _places_of(self, tensor: Tensor | None) -> list[tuple[fx.Node, int]]:
@@ -178,7 +160,7 @@ class Values:
         while tensor is not None:
             if id(tensor) in self.looked_up:
                 found.append(self.looked_up[id(tensor)])
-            tensor = self._parent(tensor)
+            tensor = self.parent(tensor)
         return found
 
     def is_shared(self, tensor: Tensor) -> bool:
@@ -192,7 +174,7 @@ class Values:
         self._stand_for(tensor, node)
         self.recipes.pop(id(tensor), None)
 
-    def _parent(self, tensor: Tensor) -> Tensor | None:
+    def parent(self, tensor: Tensor) -> Tensor | None:
         """The tensor that this one is a view of, or None."""
         if id(tensor) not in self.recipes:
             return None
@@ -203,36 +185,6 @@ class Values:
 
     # -- writes
 
-    def refuse_write(self, target: Tensor, name: str) -> None:
-        """Refuse writes that a graph of values cannot hold."""
-        recorder = self.recorder
-        base = target
-        recorder.node(target)
-        while (parent := self._parent(base)) is not None:
-            base = parent
-            recorder.node(base)  # The write may change requires_grad, so the node comes first.
-        if id(base) in recorder.names.sharing:
-            raise recorder.letter(
-                f"{name} writes to memory that another tensor of the model or its inputs shares",
-                (target,),
-                "tensors of their own: .clone()",
-            )
-        is_parameter = recorder.names.kinds.get(id(base)) == "parameter"
-        if is_parameter or id(base) in recorder.stand_ins:
-            written = recorder.names.of[id(base)][0] if is_parameter else recorder.stand_ins[id(base)]
-            raise recorder.letter(
-                f"{name} writes to the parameter {written} inside the model",
-                (target,),
-                "a buffer, or a new tensor",
-            )
-        has_no_history = target.is_leaf and (base is target or not base.requires_grad)  # a parameter made in forward
-        if target.requires_grad and not torch.is_grad_enabled() and not has_no_history:
-            raise recorder.letter(
-                f"{name} writes under no_grad to a value that carries a gradient: the gradient would not know",
-                (target,),
-                "the form that returns a new tensor",
-            )
-
     def write(self, target: Tensor, value: fx.Node) -> None:
         """Let `target` stand for `value` from here on, and update every view of its memory."""
         self.recorder.hooks.effects += 1
@@ -240,7 +192,7 @@ class Values:
         path = {id(target)}
         at = target
         self._stand_for(target, value)
-        while (parent := self._parent(at)) is not None:
+        while (parent := self.parent(at)) is not None:
             value = self._put_back(parent, at, value)
             self._stand_for(parent, value)
             path.add(id(parent))
@@ -281,6 +233,28 @@ class Values:
         self.looked_up.clear()
         self._sharing.clear()
         return made
+
+
+def overlaps(other: Tensor, target: Tensor) -> bool:
+    """Whether two tensors share memory, but are not the same view of it."""
+    if _storage(other) != _storage(target):
+        return False
+    return _extent(other) != _extent(target)
+
+
+def _is_trained(tensor: Tensor, origins: Container[int]) -> bool:
+    """Whether the gradient of a tensor reaches one of these: an input or a tensor of the module."""
+    seen = set()
+    pending = [tensor.grad_fn]
+    while pending:
+        step = pending.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        if id(getattr(step, "variable", None)) in origins:
+            return True
+        pending += [before for before, _ in step.next_functions]
+    return False
 
 
 def _alike(one: TensorType, other: TensorType) -> bool:

@@ -12,14 +12,16 @@ from torch import Tensor
 from autopar.graph.graph import TensorType
 from autopar.ops.entry import OPS, facts_of
 from autopar.ops.lookup import functional, lookup
+from autopar.tracer import refused_calls
 from autopar.tracer.call import name_of, tensors_in
 from autopar.tracer.recorder import Recorder
+from autopar.tracer.values import overlaps
 
 
 def into(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle torch.mul(x, y, out=z): z stands for the product from here on."""
     target = kwargs["out"]
-    recorder.values.refuse_write(target, f"{name_of(function)} to out=")
+    refused_calls.refuse_write(recorder, target, f"{name_of(function)} to out=")
     before = TensorType.of(target)
     result = recorder.execute(function, args, kwargs)
     after = TensorType.of(target)
@@ -37,7 +39,7 @@ def in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
     """Handle x.add_(y): x stands for a new value from here on."""
     target = args[0] if args else kwargs["input"]
     refuse_generator(recorder, args, kwargs)
-    recorder.values.refuse_write(target, name_of(function))
+    refused_calls.refuse_write(recorder, target, name_of(function))
     made, arguments = functional(function, args, kwargs)
     if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and recorder.values.is_that_view(*args[:3]):
         return recorder.execute(function, args, kwargs)  # z[1:] += y puts back what is there already
@@ -94,7 +96,7 @@ def _refuse_ambiguous(
 ) -> None:
     """Refuse writes whose result depends on how tensors lie in memory."""
     for other in tensors_in((), arguments):
-        if other is not target and recorder.values.overlaps(other, target):
+        if other is not target and overlaps(other, target):
             raise recorder.letter(
                 f"{name_of(function)} reads memory that it writes, through another view",
                 args,

@@ -58,31 +58,7 @@ class _MicroBatch(Writer):
 
     def run(self) -> Graph:
         """The whole graph: inputs and parameters, ops, outputs."""
-        if self.rows % self.turns:
-            raise NotServed(
-                f"microbatches={self.turns} do not share the {self.rows} rows of a batch evenly",
-                advice=f"a divisor of {self.rows}",
-            )
-        if (half := early_gradient_in_float16(self.graph)) is not None:
-            raise NotServed(
-                "gradients of float16 need the scale of the loss before they are made, and those of micro-batches are "
-                "made in forward",
-                at=info(half).source,
-                seen=f"{half.name}: {type_of(half)}",
-                advice="bfloat16, or microbatches=1",
-            )
-        if wants := [name for name, n in self.graph.inputs.items() if type_of(n).requires_grad]:
-            raise NotServed(
-                f"the input {wants[0]} wants a gradient, which micro-batches give only to parameters",
-                advice=_AS_A_BATCH,
-            )
-        if self.graph.loss is None or self.graph.backward_from:
-            raise NotServed(
-                "micro-batches run forward and backward in one call, from one loss, and there is none, or gradients "
-                "arrive beside it",
-                seen=f"outputs: {', '.join(self.graph.output_names)}; outputs={self.graph.backward_from}",
-                advice='loss=, or labels among the inputs; outputs="auto"',
-            )
+        _check(self.graph, self.turns, self.rows)
         tops = [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in tops:
             self._top(node)
@@ -250,6 +226,35 @@ class _MicroBatch(Writer):
         """Names of the inputs of which a turn takes its rows."""
         found = {info(v.turn).key for n, v in self.values.items() if n.op == "placeholder" and v.lies.is_cut}
         return tuple(sorted(found))
+
+
+def _check(graph: Graph, turns: int, rows: int) -> None:
+    """Raise a letter where a graph cannot run in so many turns of a batch of so many rows."""
+    if rows % turns:
+        raise NotServed(
+            f"microbatches={turns} do not share the {rows} rows of a batch evenly",
+            advice=f"a divisor of {rows}",
+        )
+    if (half := early_gradient_in_float16(graph)) is not None:
+        raise NotServed(
+            "gradients of float16 need the scale of the loss before they are made, and those of micro-batches are "
+            "made in forward",
+            at=info(half).source,
+            seen=f"{half.name}: {type_of(half)}",
+            advice="bfloat16, or microbatches=1",
+        )
+    if wants := [name for name, n in graph.inputs.items() if type_of(n).requires_grad]:
+        raise NotServed(
+            f"the input {wants[0]} wants a gradient, which micro-batches give only to parameters",
+            advice=_AS_A_BATCH,
+        )
+    if graph.loss is None or graph.backward_from:
+        raise NotServed(
+            "micro-batches run forward and backward in one call, from one loss, and there is none, or gradients "
+            "arrive beside it",
+            seen=f"outputs: {', '.join(graph.output_names)}; outputs={graph.backward_from}",
+            advice='loss=, or labels among the inputs; outputs="auto"',
+        )
 
 
 def _whole_everywhere(operands: int, outputs: int) -> Strategy:

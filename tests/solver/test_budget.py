@@ -18,9 +18,10 @@ import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import BadBudget, Infeasible
 from autopar.solver import solve
-from autopar.solver.budget import Budgeted, prices_of
+from autopar.solver.budget import Budgeted
 from autopar.solver.figures import budget_for, size
 from autopar.solver.points import Point
+from autopar.solver.prices import prices_of
 from autopar.space.memory import Memory, Piece
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings

@@ -29,6 +29,7 @@ from autopar.tracer import (
     fakes,
     functions,
     recorder,
+    refused_calls,
     regions,
     values,
 )
@@ -80,7 +81,7 @@ def test_1_a_custom_backward_is_lost_where_functions_are_inlined(off):
 
     with pytest.raises(NotCaptured, match="a gradient in the model and none in the graph"):
         traced(inlined)
-    off(values.Values, "_is_trained", lambda *_: False)
+    off(values, "_is_trained", lambda *_: False)
     wrong(inlined, "gradients")
 
 
@@ -267,10 +268,10 @@ def test_a_write_under_no_grad_changes_a_gradient(off):
             h.mul_(2)
         return h.sum()
 
-    off(values.Values, "refuse_write", lambda *_: None)
+    off(refused_calls, "refuse_write", lambda *_: None)
     with pytest.raises(NotCaptured, match="a gradient in the model and none in the graph"):
         traced(hidden)
-    off(values.Values, "_is_trained", lambda *_: False)
+    off(values, "_is_trained", lambda *_: False)
     wrong(hidden, "gradients")
 
 
