@@ -247,7 +247,7 @@ LETTERS = {
     "no folder": ((*PLAN, "--out", "/nowhere/at/all.json"), "the folder of"),
     "no folder for a trace": (("timeline", *PLAN[1:], "--out", "/nowhere/at/all.json"), "the folder of"),
     "more ranks than a machine has": (
-        ("timeline", f"{HERE}:with_inputs", "--mesh", "32", "--parallel", "dp", "--measure", "--out", "/tmp/step.json"),
+        ("timeline", f"{HERE}:with_inputs", "--mesh", "32x1", "--measure", "--out", "/tmp/step.json"),
         "starts a local process for each",
     ),
     "no plan to write for others": (("export", "pyproject.toml", "--to", "hf", "-o", "/tmp/hf.json"), "cannot be read"),
