@@ -127,6 +127,6 @@ def test_a_misread_rule_of_the_certificate_refuses_what_is_right(name, monkeypat
         sound = RULES[key]
         monkeypatch.setitem(RULES, key, lambda call: misread(sound(call)))
     else:
-        monkeypatch.setattr(steps, key, misread)
+        monkeypatch.setitem(steps._STEPS, key, misread)
     with pytest.raises(NotCertified):
         fuzz(seed)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-from autopar.codegen import halves, joint, joint_passes, local, messages, schedule
+from autopar.codegen import accumulated, halves, joint, joint_passes, local, messages, schedule
 from autopar.codegen.joint_graph import RECOMPUTED
 from autopar.graph import graph, walks
 from autopar.graph.graph import info, op_name
@@ -580,55 +580,43 @@ def each_skips_alone(patch: Patch) -> None:
 
 def last_micro_batch_alone(patch: Patch) -> None:
     """What waits is overwritten."""
-
-    def add(self, of, fresh):
-        dtypes = of.settlement.waiting_dtypes
-        self.of[of] = [None if g is None else g.to(dtype) for g, dtype in zip(fresh, dtypes, strict=True)]
-
-    patch.setattr(waiting.Waiting, "add", add)
+    patch.setattr(waiting.Waiting, "sums", lambda self, of: [None] * len(of.settlement.names))
 
 
 def added_twice(patch: Patch) -> None:
     """What a micro-batch adds to what waits, it adds a second time: view and buffer are one memory."""
-    add = waiting.Waiting.add
+    add_up = accumulated.add_up
 
-    def twice(self, of, fresh):
-        had = of in self.of
-        add(self, of, fresh)
-        if had:
-            add(self, of, fresh)
+    def twice(total, gradient, dtype):
+        return add_up(total, gradient, dtype) if total is None else total.add_(gradient).add_(gradient)
 
-    patch.setattr(waiting.Waiting, "add", twice)
+    patch.setattr(accumulated, "add_up", twice)
 
 
 def waits_in_its_own_dtype(patch: Patch) -> None:
     """What waits is added up in the dtype in which it travels."""
 
-    def add(self, of, fresh):
-        totals = self.of.setdefault(of, [None] * len(fresh))
-        for k, gradient in enumerate(fresh):
-            if totals[k] is None:
-                totals[k] = None if gradient is None else gradient.clone()
-            elif gradient is not None:
-                totals[k] += gradient
+    def add_up(total, gradient, dtype):
+        return gradient.clone() if total is None else total.add_(gradient)
 
-    patch.setattr(waiting.Waiting, "add", add)
+    patch.setattr(accumulated, "add_up", add_up)
 
 
 def settles_before_the_last(patch: Patch) -> None:
     """The micro-batches before the last are reduced, and the last is added as it is on each rank."""
 
-    def waited(self, found, waits):
-        places = self.joint.waits
-        fresh = [found[i] for i in places]
+    def held(self, given, arrived, waits):
         if waits or self not in self.waiting.of:
-            return old(self, found, waits)
-        for i, gradient, mine in zip(places, self.waiting.settled(self), fresh, strict=True):
+            return old(self, given, arrived, waits)
+        settled = self.waiting.settled(self)
+        found = self.halves.hold([None] * len(settled), given, arrived)
+        for i, gradient in zip(self.joint.waits, settled, strict=True):
+            mine = found[i]
             found[i] = mine if gradient is None else gradient if mine is None else gradient + mine.to(gradient.dtype)
         return found
 
-    old = runner.Runner._waited
-    patch.setattr(runner.Runner, "_waited", waited)
+    old = runner.Runner._held
+    patch.setattr(runner.Runner, "_held", held)
 
 
 def one_copy_is_scaled(patch: Patch) -> None:
@@ -645,14 +633,12 @@ def one_copy_is_scaled(patch: Patch) -> None:
 
 def turns_scale_what_there_is(patch: Patch) -> None:
     """At each turn the whole running sum is scaled."""
-    old = turn_runner.InTurns._add
+    old = runner.Halves.hold
 
-    def add(self, totals, fresh):
-        for k, total in enumerate(totals):
-            totals[k] = None if total is None else total / self.turns.size
-        old(self, totals, fresh)
+    def hold(self, sums, given, arrived):
+        return old(self, [None if total is None else total / 2 for total in sums], given, arrived)
 
-    patch.setattr(turn_runner.InTurns, "_add", add)
+    patch.setattr(runner.Halves, "hold", hold)
 
 
 def turns_not_averaged(patch: Patch) -> None:
