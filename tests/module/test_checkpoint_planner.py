@@ -131,6 +131,13 @@ def test_parts_are_refused_where_torch_refuses_them(parts):
                 planner.create_global_plan(plans)
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_torch_that_only_says_whether_parts_are_right_is_understood(is_right, monkeypatch):
+    """As torch 2.11 does."""
+    monkeypatch.setattr(dcp.default_planner, "_validate_global_plan", lambda plans, metadata: is_right)
+    assert bool(private.validate_global_plan([], None)) != is_right
+
+
 def test_what_counts_as_a_grid_fills_every_element_once():
     """Against counting, on all ways to place up to four boxes in 2 x 2."""
     spans = ((0, 1), (1, 1), (0, 2))

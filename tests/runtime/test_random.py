@@ -79,10 +79,10 @@ def test_whole_numbers_reach_both_ends_and_no_further():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_uniform_number_is_never_rounded_to_one(dtype):
-    """As torch draws halves: up to the number before one, and near zero as finely as they are."""
+    """As torch draws halves: up to the number before one, and near zero as finely as they are (torch from 2.12 on)."""
     ours, eager = drawn("uniform", dtype=dtype), torch.rand(N, dtype=dtype)
     assert ours.dtype == dtype and ours.max() < 1 and ours.min() >= 0
-    assert ours.unique().numel() == pytest.approx(eager.unique().numel(), rel=0.05)
+    assert ours.unique().numel() >= 0.95 * eager.unique().numel()
     assert torch.log1p(-ours).isfinite().all() and drawn("normal", dtype=dtype).isfinite().all()
 
 
