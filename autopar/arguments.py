@@ -14,6 +14,7 @@ from autopar.letters import BadBudget, BadCluster, BadSharding, NotServed, among
 from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
+from autopar.solver.figures import several
 from autopar.tracer import Assume
 from autopar.tracer.precision import DTYPES, Precision
 
@@ -231,7 +232,7 @@ def check_fits(devices: int, cluster: Cluster) -> None:
         kind = cluster.name.rpartition("-")[0]
         raise BadCluster(
             f"{devices} devices are asked for, and cluster {cluster.name} has {has}",
-            seen=f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node} devices",
+            seen=f"{several(cluster.nodes, 'node')} of {cluster.devices_per_node} devices",
             advice=f'cluster="{kind}-{cluster.devices_per_node}x{nodes}", or a mesh of {has}',
         )
 

@@ -56,7 +56,8 @@ def into_sums(hold: fx.Graph, joint: Joint) -> fx.Graph:
             if end in ends:
                 i = ends[end]
                 sums[i] = made.call_function(add_up, (sums[i], copies[end], dtypes[i]))
-                sums[i].meta.update({key: end.meta[key] for key in (BACK,) if key in end.meta})
+                if BACK in end.meta:
+                    sums[i].meta[BACK] = end.meta[BACK]
     made.output(tuple(sums[i] if i in sums else r and copies[r] for i, r in enumerate(results)))
     return made
 

@@ -23,6 +23,18 @@ from tests.language import gpt2, llama, zeros
 from tests.models import MLP
 
 
+def step(model, optimizer, batch, micro_batches, before_each=lambda: None):
+    """A training step of several calls, of which only the last one reduces."""
+    for k in range(micro_batches):
+        before_each()
+        with model.no_sync() if k < micro_batches - 1 else contextlib.nullcontext():
+            outputs = model(**batch)
+            (outputs if isinstance(outputs, torch.Tensor) else outputs.loss).backward()
+            del outputs
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def peaks(model, batch, micro_batches):
     """Peaks of steps 1 and 3, as MemTracker counts them; the outputs are held until backward has ended."""
     optimizer = torch.optim.AdamW(model.parameters())
@@ -30,14 +42,7 @@ def peaks(model, batch, micro_batches):
     tracker.track_external(model, optimizer, *batch.values())
     with tracker:
         for _ in range(3):
-            for k in range(micro_batches):
-                tracker.reset_mod_stats()
-                with model.no_sync() if k < micro_batches - 1 else contextlib.nullcontext():
-                    outputs = model(**batch)
-                    (outputs if isinstance(outputs, torch.Tensor) else outputs.loss).backward()
-                    del outputs
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, batch, micro_batches, tracker.reset_mod_stats)
             found.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
     return found[0], found[2]
 
@@ -49,13 +54,7 @@ def peaks_of_waiting(model, batch, micro_batches):
     with live:
         for _ in range(3):
             live.restart()
-            for k in range(micro_batches):
-                with model.no_sync() if k < micro_batches - 1 else contextlib.nullcontext():
-                    outputs = model(**batch)
-                    (outputs if isinstance(outputs, torch.Tensor) else outputs.loss).backward()
-                    del outputs
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, batch, micro_batches)
             found.append(live.peak)
     return found[0], found[2]
 
