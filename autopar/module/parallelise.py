@@ -28,7 +28,7 @@ from autopar.module.waiting import let_optimizers_know
 from autopar.module.whole_tensors import read_and_write_as_whole
 from autopar.module.wrapper_guards import watch_parts, watch_what_stands_around
 from autopar.runtime.agreement import agree
-from autopar.runtime.patches import let_anomalies_be_looked_for, skip_together
+from autopar.runtime.patches import convert_blocks, let_anomalies_be_looked_for, skip_together
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 
 M = TypeVar("M", bound=nn.Module)
@@ -94,6 +94,7 @@ def _check_names(model: nn.Module) -> None:
 def _patch() -> None:
     """Apply the standing patches of torch, once (`runtime/patches.py`)."""
     teach_dtensor()
+    convert_blocks()
     skip_together()
     let_anomalies_be_looked_for()
     watch_what_stands_around()

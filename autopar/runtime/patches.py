@@ -7,6 +7,7 @@
       that read, view and write, data,        tensor
       methods of Tensor that add in place
     DTensor's sums of norms                 they are wrong (`pending_norms.py`)
+    DTensor's search for conversions        torch 2.11 converts no dim that is cut by blocks
     DTensor.__create_write_items__, ...     checkpoints of dims that are cut by blocks
     DTensor.__reduce_ex__                   pickling one rank's part is an error
     torch.save                              the error comes before a file is opened; whole tensors are written plain
@@ -16,7 +17,8 @@
     a hook before Optimizer.step            a step while gradients wait is an error
     nn.init.eye_, nn.init.orthogonal_, ...  they take no DTensors
 
-Each first asks whether the object is a parallel model's (`owned_meshes.is_ours`) and else does what torch does. These
+Each first asks whether the object is a parallel model's (`owned_meshes.is_ours`) and else does what torch does; the
+search for conversions asks whether torch's would be an error. These
 patches begin with the first parallel model and end with `STANDING.undo()`. A patch that somebody else has put on top of
 one of these stays when it is undone. Those that last a while are in `brief_patches.py`.
 """
@@ -33,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _dtensor_spec, _redistribute
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.runtime.owned_meshes import is_ours
@@ -178,6 +180,34 @@ def before_steps(look: Callable[[list[Tensor]], None]) -> None:
     """Call `look` with the parameters of parallel models that an optimizer is about to step."""
     if _STEPS not in STANDING.known:
         STANDING.known[_STEPS] = StepHook(look)
+
+
+# -- conversions
+
+
+def convert_blocks() -> None:
+    """Let torch 2.11 convert dims that are cut by blocks of one size, as later ones do.
+
+    Its search reads such blocks as an order of axes, and ends in an error where they are none; going through the axes
+    one by one is right for them.
+    """
+    if hasattr(_dtensor_spec, "_StridedShardNotDecodableError"):  # torch catches it itself
+        return
+
+    def is_order(spec: Any) -> bool:
+        if not spec.use_strided_shard_as_shard_order:
+            return True
+        return spec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh) is not None
+
+    def make(theirs: Any) -> Any:
+        def ours(self: Any, source: Any, target: Any, shape: Any) -> Any:
+            if is_order(source) and is_order(target):
+                return theirs(self, source, target, shape)
+            return self.generate_greedy_transform_infos(source, target)
+
+        return ours
+
+    STANDING.put(_redistribute.DTensorRedistributePlanner, "generate_graph_based_transform_infos", make)
 
 
 # -- reads and writes

@@ -177,6 +177,8 @@ class ThreadedRanks:
         from torch.testing._internal.distributed import multi_threaded_pg as threaded  # slow, and tests' alone
 
         self._threaded = threaded
+        with FakeTensorMode():  # torch 2.11 made for CUDA ends in a crash where the first thread in a fake mode ends
+            pass
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         threaded._install_threaded_pg()
         return self
