@@ -66,7 +66,7 @@ nightly: $(VENV)/.test         ## the long tests
 	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600 --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
 
 nightly-oldest:                ## the tests on the oldest torch we support; the index may have a GPU build only (gigabytes)
-	$(MAKE) test TORCH=2.11.0 VENV=.venv-2.11
+	$(MAKE) test TORCH=2.11.0 TORCHVISION=0.26.0 VENV=.venv-2.11
 
 nightly-newest:                ## the tests on the newest torch we support; the index may have a GPU build only (gigabytes)
 	$(MAKE) test TORCH=2.14.1 TORCHVISION=0.29.1 TRITON=3.8.0 VENV=.venv-2.14
