@@ -319,6 +319,7 @@ class Pair:
     share: float | None = None
     given: dict[str, Any] = field(default_factory=dict)
     rank: int = 0  # whose program runs
+    waits: bool = False  # gradients wait to be reduced; under MemTracker's hooks none does, so that it sees less
 
 
 BFLOAT16 = {"precision": autopar.Precision(param="bfloat16", reduce="float32")}
@@ -371,6 +372,22 @@ PAIRS: dict[str, Pair] = {
     "bert megatron in 8 micro-batches": Pair(bert, (4,), {"parallel": "megatron", "microbatches": 8}),
     "t5 free in 2 micro-batches": Pair(t5, (4,), {"microbatches": 2}),
     "vit dp in 2 micro-batches": Pair(vit, (2, 2), {"parallel": "dp", "microbatches": 2}),
+    "gpt2 zero3 accumulated": Pair(gpt2, (4,), {"parallel": "zero3", "accumulation": 2}),
+    "gpt2 zero1 bfloat16 accumulated": Pair(
+        gpt2, (4,), {"parallel": "zero1", "accumulation": 3, **BFLOAT16}, waits=True
+    ),
+    "gpt2 zero3 accumulated, all recomputed": Pair(
+        gpt2, (8,), {"parallel": "zero3", "accumulation": 2, "recompute": "full"}, given={"dropout": 0.0}
+    ),
+    "llama zero1 accumulated": Pair(llama, (4,), {"parallel": "zero1", "accumulation": 3}, waits=True),
+    "llama zero3 bfloat16 accumulated": Pair(llama, (4,), {"parallel": "zero3", "accumulation": 4, **BFLOAT16}),
+    "llama megatron accumulated": Pair(llama, (2, 2), {"parallel": "megatron", "accumulation": 2}),
+    "llama hsdp accumulated": Pair(llama, (2, 2), {"parallel": "hsdp", "accumulation": 2}),
+    "bert dp accumulated": Pair(bert, (4,), {"parallel": "dp", "accumulation": 2}),
+    "t5 zero2 accumulated": Pair(t5, (4,), {"parallel": "zero2", "accumulation": 3}),
+    "vit zero3 accumulated in 2 micro-batches": Pair(
+        vit, (4,), {"parallel": "zero3", "accumulation": 2, "microbatches": 2}
+    ),
     "gpt2 dp, head in 8 chunks": Pair(gpt2, (4,), {"parallel": "dp", "chunks": 8}),
     "llama free, head in 4 chunks": Pair(llama, (2, 2), {"chunks": 4}),
     "llama zero3 bfloat16, head in 8 chunks": Pair(llama, (4,), {"parallel": "zero3", "chunks": 8, **BFLOAT16}),
@@ -442,7 +459,7 @@ def main(names: list[str]) -> None:
     for name, pair in chosen.items():
         plan = planned(pair)
         measured = run_plan(plan, pair, pair.rank)
-        theirs = run_plan(plan, pair, pair.rank, by_tracker=True)
+        theirs = measured.peaks if pair.waits else run_plan(plan, pair, pair.rank, by_tracker=True)
         said = {1: plan.first_peak_bytes, 3: plan.peak_bytes}
         ratios = {step: said[step] / theirs[step] for step in STEPS}
         missed += [f"{name}, step {step}: {ratio:.3f}" for step, ratio in ratios.items() if off(ratio)]

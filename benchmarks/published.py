@@ -1,15 +1,17 @@
 """Predicted steps beside published ones: rows of training runs, planned as they were run.
 
-    python -m benchmarks.published rows.json [--without SOURCE] [part of an id ...]
+    python -m benchmarks.published [--without SOURCE] [part of an id ...]
 
-A row names a model's shape, devices and mesh, the strategy, sequences of a device in a micro-batch, micro-batches of a
-step, what was recomputed, and the tokens that a device passed in a second. The same strategy is planned as a preset, no
-device is used, and nothing is fitted to a row. Two ways, each with its table:
+A row of `published_rows.json` names a model's shape, devices and mesh, the strategy, sequences of a device in a
+micro-batch, micro-batches of a step, what was recomputed, and the tokens that a device passed in a second; rows that
+cannot be planned say what they need. The same strategy is planned as a preset, no device is used, and nothing is fitted
+to a row. Two ways, each with its table:
 
     named      the cluster file that the row names
     as run     that of the part that it ran on, where it is another, with the attention kernel of its time (`RAN`)
 
-SOURCE (products, attention, memory, links, hidden, variation) is switched off, on what ran: peaks take its place.
+SOURCE (products, attention, passes, memory, links, falls, hidden, variation) is switched off, on what ran: peaks take
+its place, or nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 WORKERS = 2
+ROWS = Path(__file__).with_name("published_rows.json")
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,17 @@ class Predicted:
 
     row: dict[str, Any]
     step_s: float
+    peak_bytes: int
     took_s: float
 
     @property
     def published_s(self) -> float:
         return _tokens(self.row) / self.row["tps"]
+
+    @property
+    def seconds_a_token(self) -> float:
+        """Predicted seconds of a device for one token."""
+        return self.step_s / _tokens(self.row)
 
     @property
     def ratio(self) -> float:
@@ -133,28 +143,32 @@ def cluster_of(row: dict[str, Any], as_run: bool, without: str) -> Any:
         device, slower = RAN[row["src"], device]
         name = f"{device}-{shape}"
     cluster = autopar.Cluster.of(name)
+    if "fabric" in row:
+        cluster = cluster.with_fabric(row["fabric"])
     about = cluster.device
     attention = [
         replace(a, **{way: tuple((n, rate / slower) for n, rate in getattr(a, way)) for way in ("forward", "backward")})
         for a in about.attention
     ]
     about = replace(about, attention=tuple(attention))
-    none: dict[str, Any] = {"products": None, "attention": (), "reached_bytes_per_s": 0.0}
+    none: dict[str, Any] = {"products": None, "attention": (), "passes": (), "reached_bytes_per_s": 0.0}
     field = {"memory": "reached_bytes_per_s"}.get(without, without)
     if field in none:
         about = replace(about, **{field: none[field]})
-    links = tuple(replace(link, hop_s=0.0, reached=()) for link in cluster.links)
+    off: dict[str, Any] = {"links": {"hop_s": 0.0, "reached": ()}, "falls": {}}.get(without)
+    if off is not None:
+        links = tuple(replace(link, falls=(), doubling=(), **off) for link in cluster.links)
+        cluster = replace(cluster, links=links)
     return replace(
         cluster,
         device=about,
-        links=links if without == "links" else cluster.links,
         hidden=1.0 if without == "hidden" else cluster.hidden,
         variation=0.0 if without == "variation" else cluster.variation,
     )
 
 
-def planned(row: dict[str, Any], as_run: bool, without: str) -> float:
-    """Seconds of a row's step, as they are predicted."""
+def planned(row: dict[str, Any], as_run: bool, without: str) -> tuple[float, int]:
+    """Seconds of a row's step and bytes of a device, as they are predicted."""
     import torch
 
     import autopar
@@ -172,19 +186,20 @@ def planned(row: dict[str, Any], as_run: bool, without: str) -> float:
         cluster=cluster_of(row, as_run, without),
         precision=autopar.Precision(*row["prec"]),
         parallel=row["parallel"],
+        constraints=row.get("constraints"),
         accumulation=row["acc"],
         assume=autopar.Assume(no_padding=True),
         memory_budget=math.inf,
         recompute=RECOMPUTED[row["ac"]],
         compile=row["compile"],
     )
-    return float(plan.step_time_s)
+    return float(plan.step_time_s), plan.peak_bytes
 
 
 def predicted(row: dict[str, Any], as_run: bool = False, without: str = "") -> Predicted:
     began = time.process_time()
-    step_s = planned(row, as_run, without)
-    return Predicted(row, step_s, time.process_time() - began)
+    step_s, peak_bytes = planned(row, as_run, without)
+    return Predicted(row, step_s, peak_bytes, time.process_time() - began)
 
 
 # -- the tables
@@ -220,9 +235,14 @@ def table(results: Iterable[Predicted]) -> None:
             print(f"  {device}: {kendall(pairs):.2f} over {len(pairs)} rows")
 
 
-def main(file: str, without: str, parts: Sequence[str]) -> None:
-    with open(file, encoding="utf-8") as opened:
-        rows = [row for row in json.load(opened) if not parts or any(part in row["id"] for part in parts)]
+def rows_of(parts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The rows that can be planned whose ids have one of these parts; all of them without any."""
+    rows = json.loads(ROWS.read_text(encoding="utf-8"))["rows"]
+    return [r for r in rows if "needs" not in r and (not parts or any(part in r["id"] for part in parts))]
+
+
+def main(without: str, parts: Sequence[str]) -> None:
+    rows = rows_of(parts)
     ways = {"as run": True} if without else {"named": False, "as run": True}
     print(f"| row | published ms | {' | '.join(ways)} | CPU s |\n|---{'|---' * (len(ways) + 2)}|")
     found: dict[str, list[Predicted]] = {way: [] for way in ways}
@@ -238,6 +258,11 @@ def main(file: str, without: str, parts: Sequence[str]) -> None:
     for way, results in found.items():
         print(f"\n{way}{', without ' + without if without else ''}:")
         table(results)
+    told = [r for r in results if r.row["mem"]]
+    if told:
+        print("\n| row | published GiB | predicted |\n|---|---|---|")
+    for r in told:
+        print(f"| {r.row['id']} | {r.row['mem']} | {r.peak_bytes / 2**30:.1f} |")
 
 
 if __name__ == "__main__":
@@ -246,4 +271,4 @@ if __name__ == "__main__":
         k = arguments.index("--without")
         left_out = arguments[k + 1]
         del arguments[k : k + 2]
-    main(arguments[0], left_out, arguments[1:])
+    main(left_out, arguments)

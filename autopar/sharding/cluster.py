@@ -17,10 +17,12 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 from autopar import codec
 from autopar.codec import Codec
 from autopar.letters import BadCluster, among
-from autopar.sharding.device import Curve, Device
+from autopar.sharding.device import Curve, Device, on_curve
 from autopar.sharding.mesh import DeviceMesh
 
 DEFAULT = "generic"
@@ -36,10 +38,27 @@ class Link:
     hop_s: float = 0.0  # seconds from one device to the next in a ring collective
     # (kind of collective, bytes/s that a device moves), counted as in a bus bandwidth.
     reached: tuple[tuple[str, float], ...] = ()
+    # (kind, share of `reached` by number of members on this level): the more take part, the less each one reaches.
+    falls: tuple[tuple[str, Curve], ...] = ()
+    # Seconds that each doubling of the members adds to a sum, by the bytes that a device's link takes part with.
+    doubling: Curve = ()
 
-    def wire(self, kind: str) -> float:
-        """Bytes/s that a kind of collective reaches; the nominal bytes/s where nobody measured that kind."""
-        return dict(self.reached).get(kind, self.bytes_per_s)
+    def sum_s(self, members: int, nbytes: float) -> float:
+        """Seconds of a sum's way up and down the tree of so many members, beside those of its bytes."""
+        each = 2 * self.hop_s
+        if self.doubling and nbytes > self.doubling[0][0]:
+            each = max(each, float(on_curve(self.doubling, nbytes)))
+        return each * math.ceil(math.log2(members))
+
+    def wire(self, kind: str, members: int = 1) -> float:
+        """Bytes/s that a kind of collective of so many members reaches.
+
+        The nominal bytes/s where nobody measured that kind. Shares are read between points on the log of the number of
+        members, and beyond the last as the last two say; a twentieth is the least.
+        """
+        rate = dict(self.reached).get(kind, self.bytes_per_s)
+        points = dict(self.falls).get(kind)
+        return rate if points is None else rate * _share(points, members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +75,11 @@ class Measured:
 
     hop_s = 0.0  # the latency is of all hops
 
-    def wire(self, kind: str) -> float:
+    def sum_s(self, members: int, nbytes: float) -> float:
+        """Nothing: the latency is of all hops."""
+        return 0.0
+
+    def wire(self, kind: str, members: int = 1) -> float:
         """Bytes/s of the measured collective."""
         return self.bytes_per_s
 
@@ -140,7 +163,13 @@ class Cluster:
         bytes_per_s = gbits * 1e9 / 8
         reached = tuple((kind, rate / outer.bytes_per_s * bytes_per_s) for kind, rate in outer.reached)
         link = Link(
-            f"{gbits:g} Gbit/s a device in place of {outer.name}", outer.latency_s, bytes_per_s, outer.hop_s, reached
+            f"{gbits:g} Gbit/s a device in place of {outer.name}",
+            outer.latency_s,
+            bytes_per_s,
+            outer.hop_s,
+            reached,
+            outer.falls,
+            outer.doubling,
         )
         kind = re.sub(r"-\d+x\d+$", "", self.name)
         size = self.name.removeprefix(kind)
@@ -221,6 +250,16 @@ class Cluster:
         Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
+def _share(points: Curve, members: int) -> float:
+    doublings = [math.log2(n) for n, _ in points]
+    shares = [share for _, share in points]
+    at = math.log2(members)
+    if at > doublings[-1] and len(points) > 1:
+        slope = (shares[-1] - shares[-2]) / (doublings[-1] - doublings[-2])
+        return max(0.05, shares[-1] + slope * (at - doublings[-1]))
+    return float(np.interp(at, doublings, shares))
+
+
 def _in_a_node(size: int, stride: int, node: int) -> int:
     """Devices of a group on one node, for ranks `stride` apart; 1 where groups fall on nodes irregularly."""
     if node % (stride * size) == 0:
@@ -262,12 +301,13 @@ _CODEC = Codec(
     {
         "flops_per_s": _RATES,
         "reached": _RATES,
+        "falls": codec.pairs_by_name(codec.each(codec.in_order(codec.number, codec.number))),
         "sources": codec.pairs_by_name(codec.text),
         "hidden": functools.partial(codec.number, least=0, most=1),
         "together": functools.partial(codec.number, least=1e-6),
         "step_s": _FROM_0,
         "variation": _FROM_0,
     },
-    dict.fromkeys(("flops_per_s", "reached", "sources"), dict),
+    dict.fromkeys(("flops_per_s", "reached", "falls", "sources"), dict),
     is_strict=True,
 )

@@ -169,7 +169,9 @@ class CostModel:
         return self.is_measured(kernel) or self._passes(kernel) is not None
 
     def _passes(self, kernel: Kernel) -> Passes | None:
-        return None if kernel.size is None else self.cluster.device.passes_of(kernel.names, kernel.dtype)
+        """The reached rates of a kernel's class, if any; without a second size only such as do not need it."""
+        found = self.cluster.device.passes_of(kernel.names, kernel.dtype)
+        return None if found is None or (kernel.size is None and len(found.forward) > 1) else found
 
     def source(self, kernel: Kernel) -> str:
         """The source of a kernel's seconds: a name of `certainty`."""
@@ -225,7 +227,7 @@ class CostModel:
         known["launch"] = device.launch_s * _starts(kernel, way)
         work = kernel.amount
         if (passes := self._passes(kernel)) is not None:
-            rate = on_curve(getattr(passes, way), kernel.size)
+            rate = on_curve(getattr(passes, way), 1.0 if kernel.size is None else kernel.size)
             known["bandwidth"] = np.minimum(rate, device.bandwidth)
         if kernel.heads is not None:
             work = work * kernel.heads.share * _WORK[way]

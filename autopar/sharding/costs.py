@@ -141,8 +141,10 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
     """Seconds of a collective on an axis whose devices are joined by these link levels, innermost first.
 
     `bytes_` is the size of the tensor where the axis does not cut it, or of what one device sends to the next one. A
-    collective that spans nodes goes around within each node and between them at once, piece by piece: the slower level
-    says how long the pieces take. It starts once, and its first piece makes every hop.
+    collective that spans nodes is one ring of all devices, as NCCL's: as many bytes pass each device's link in a node,
+    and those of a node's devices together pass its links to the next. Both move at once, piece by piece, and the slower
+    one says how long the pieces take. A sum over two nodes goes up and down a tree, of which each holds half. A
+    collective starts once, and its first piece makes every hop.
     """
     if is_measured(levels):
         return float(measured_seconds(levels[0][1].times, bytes_))
@@ -157,14 +159,13 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
         whole = bytes_ / count * n / outside if kind == "all_to_all" else bytes_ / inside
         whole = bytes_ if kind == "send" else whole  # the slowest link has one device's, too
         started = max(started, float(seconds(kind, n=n, whole=0.0, latency=link.latency_s, wire=1.0)))
-        hops += link.hop_s * _hops(kind, n, outside)
-        moved = max(moved, float(seconds(kind, n=n, whole=whole, latency=0.0, wire=link.wire(kind))))
+        hops += link.sum_s(n, whole) if kind == "all_reduce" else link.hop_s * _hops(kind, n, outside)
+        around = n if kind in ("all_to_all", "send") or (kind == "all_reduce" and n == 2) else count
+        moved = max(moved, float(seconds(kind, n=around, whole=whole, latency=0.0, wire=link.wire(kind, n))))
         inside *= n
     return started + hops + moved
 
 
 def _hops(kind: str, n: int, outside: int) -> int:
-    """Hops in a row over one level: a ring's, a tree's for all_reduce, 1 for all_to_all and send."""
-    if kind in ("all_to_all", "send"):
-        return 1
-    return 2 * math.ceil(math.log2(n)) if kind == "all_reduce" else (n - 1) * outside
+    """Hops in a row over one level: those of a ring, 1 for all_to_all and send."""
+    return 1 if kind in ("all_to_all", "send") else (n - 1) * outside

@@ -6,6 +6,7 @@
     zero2         the same, in each of them
     zero3         the same, parameters gathered again in backward, and a block at a time
     hsdp          zero3 on the last axis, the same parameters on the others: their gradients are added up once more
+    hsdp-zero1, hsdp-zero2    the same with these stages: optimizer states, and gradients, cut inside a node alone
     megatron      on one axis: every linear layer cut by its output, the next by its input; embedding and head by
                   vocabulary; sums are made whole, or with sequence=True scattered along the sequence
     2d            on two axes: rows by the first, features by the second; a weight is stored cut by both and gathered
@@ -19,7 +20,8 @@ Megatron's sums are made whole (or scattered along the sequence). A plan that wo
 device, to reduce fewer gradients, may be faster, but is not what the name says. Where a model does not allow a habit
 (of each row beside every other, say), the plan says so.
 
-Names that other tools have are taken too: ddp is dp, fsdp is zero3, tp is megatron.
+Names that other tools have are taken too: ddp is dp, fsdp is zero3, tp is megatron; of FSDP1's strategies full_shard is
+zero3, shard_grad_op zero2, no_shard dp, and hybrid_shard and hybrid_shard_zero2 are hsdp and hsdp-zero2.
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name.
 `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on the first axes,
 tensor on the last. `data=dict(size=8, zero=3, replicas=2)` is hsdp: the first axes hold copies. In place of a mode,
@@ -46,8 +48,10 @@ from autopar.space.windows import BLOCK, BUCKET
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # the number of axes of each
-HYBRID = "hsdp"
+HYBRID = {"hsdp": 3, "hsdp-zero1": 1, "hsdp-zero2": 2}
 _ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron"}
+_ALSO_CALLED |= {"no_shard": "dp", "shard_grad_op": "zero2", "full_shard": "zero3"}  # FSDP1's strategies
+_ALSO_CALLED |= {"hybrid_shard": "hsdp", "hybrid_shard_zero2": "hsdp-zero2"}
 _POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # pins of each ZeRO stage
 
 
@@ -172,10 +176,10 @@ def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
     name = _ALSO_CALLED.get(name, name)
     if name in DATA:
         return AxisRoles(tuple(real), DATA[name])
-    if name == HYBRID:
-        return AxisRoles(tuple(real), 3, stored=tuple(real[-1:]))
+    if name in HYBRID:
+        return AxisRoles(tuple(real), HYBRID[name], stored=tuple(real[-1:]))
     if name not in TENSOR:
-        raise BadPreset(f"no preset is called {name!r}", seen=among((*DATA, HYBRID, *TENSOR, *_ALSO_CALLED), name))
+        raise BadPreset(f"no preset is called {name!r}", seen=among((*DATA, *HYBRID, *TENSOR, *_ALSO_CALLED), name))
     count = TENSOR[name]
     if count > 1 and len(real) != count:
         raise BadPreset(

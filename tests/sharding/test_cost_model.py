@@ -184,7 +184,7 @@ def test_a_causal_mask_halves_the_work_but_not_the_time_of_short_sequences():
     [
         ("h100-8x1", 8, "all_gather", 16e9, 360),  # NVIDIA/nccl-tests#326
         ("h100-8x1", 8, "all_reduce", 8e9, 476),  # NVIDIA/nccl-tests#290
-        ("h100-8x32", 256, "all_gather", 2e9, 340),  # NVIDIA/nccl#1218
+        ("b200-8x4", 32, "all_reduce", 2**30, 366),  # stas00/ml-engineering, network/benchmarks
     ],
 )
 def test_collectives_reach_the_bus_bandwidth_that_nccl_tests_print(name, mesh, kind, nbytes, published):
@@ -194,13 +194,79 @@ def test_collectives_reach_the_bus_bandwidth_that_nccl_tests_print(name, mesh, k
     assert factor * nbytes / seconds / 1e9 == pytest.approx(published, rel=0.15)
 
 
+@pytest.mark.parametrize("nodes, published", [(4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260)])
+def test_the_more_nodes_take_part_in_a_ring_the_less_it_reaches(nodes, published):
+    """NVIDIA/nccl#1229, from which the file's shares are: a large reduce-scatter on H100, start and hops included.
+
+    Beyond the last point it falls as before, and a fabric that is put in place of another falls as that.
+    """
+    for cluster, rate in ((Cluster.of(f"h100-8x{nodes}"), 1.0), (Cluster.of(f"h100@200G-8x{nodes}"), 0.5)):
+        devices = 8 * nodes
+        levels = cluster.levels(DeviceMesh(devices), 0, "reduce_scatter")
+        seconds = collective_seconds("reduce_scatter", levels, 64 * 2**30)
+        reached = (devices - 1) / devices * 64 * 2**30 / seconds / 1e9
+        assert reached == pytest.approx(rate * published, rel=0.03)
+    outer, tree = cluster.links[-1], cluster.links[-1].wire("all_reduce", nodes)
+    assert outer.wire("reduce_scatter", 2 * nodes) < outer.wire("reduce_scatter", nodes) <= tree
+    assert outer.wire("reduce_scatter", 2**20) > 0 and outer.wire("all_to_all", nodes) == outer.wire("all_to_all", 2)
+
+
+@pytest.mark.parametrize(
+    "name, mib, published",
+    [
+        *(("h200-8x1", *found) for found in ((1, 74.6), (4, 145), (16, 256), (64, 369), (256, 442), (16384, 482))),
+        *(("b200-8x4", *found) for found in ((1, 12.5), (4, 31.6), (16, 71.8), (64, 198), (256, 283), (16384, 377))),
+    ],
+)
+def test_a_sum_reaches_what_one_of_its_bytes_was_measured_to(name, mib, published):
+    """stas00/ml-engineering, network/benchmarks, GB/s of bus bandwidth, from which the file's doublings are."""
+    cluster = Cluster.of(name)
+    devices = 8 * cluster.nodes
+    seconds = collective_seconds("all_reduce", cluster.levels(DeviceMesh(devices), 0), mib * 2**20)
+    assert 2 * (devices - 1) / devices * mib * 2**20 / seconds / 1e9 == pytest.approx(published, rel=0.2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "op, read, given",
+    [
+        ("mul broadcast", 1, 1),
+        ("div broadcast", 1, 1),
+        ("where", 2, 2),
+        ("masked_fill", 1, 1),
+        ("softmax", 1, 2),
+        ("copy turned", 1, 1),
+    ],
+)
+def test_eager_passes_of_a_class_take_as_long_as_they_were_measured_to(op, read, given, dtype):
+    """The file of an H200 beside seconds of an H200: bytes of the tensors, and one for each number of a mask."""
+    file = CostModel(replace(Cluster.of("h200"), variation=0.0))
+    timed = CostModel(Cluster.of("benchmarks/gpu_measured.profile.json")).cluster.times_of(op, dtype)
+    (amount, forward), (_, backward) = timed.forward[-1], timed.backward[-1]
+    itemsize, masked = {"bfloat16": 2, "float32": 4}[dtype], op in ("where", "masked_fill")
+    moved, back = (amount * ((n + 1) * itemsize + masked) * np.ones(1) for n in (read, given))
+    kernel = Kernel((op,), dtype, amount * np.ones(1), moved, back)
+    assert file.forward(kernel)[0] == pytest.approx(forward, rel=0.06)
+    assert file.backward(kernel)[0] == pytest.approx(backward, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200"])
+def test_a_cast_to_single_precision_moves_half_the_bytes_of_one_from_it(name):
+    """As measured on an H200: 2.1 TB/s up, 4.2 down; what a chain reads has the bandwidth alone."""
+    model, one = CostModel(Cluster.of(name)), np.ones(1)
+    up, down = (Kernel(("to",), dtype, one, 6e9 * one, 6e9 * one) for dtype in ("float32", "bfloat16"))
+    assert model.forward(up)[0] > 1.3 * model.forward(down)[0]
+    assert model.forward(up)[0] == pytest.approx(model.backward(down)[0])
+    assert model.forward(replace(up, names=()))[0] == pytest.approx(model.forward(down)[0])
+
+
 def test_a_file_names_a_source_for_each_kind_of_figure_and_what_it_writes_is_what_it_reads(tmp_path):
     files = resources.files("autopar.sharding").joinpath("clusters").iterdir()
     for name in (file.name.removesuffix(".json") for file in files if file.name.endswith(".json")):
         cluster = Cluster.of(name)
         figures = {"products": cluster.device.products, "attention": cluster.device.attention}
         figures |= {"memory": cluster.device.reached_bytes_per_s, "hidden": cluster.hidden < 1}
-        figures |= {"variation": cluster.variation}
+        figures |= {"variation": cluster.variation, "passes": cluster.device.passes}
         assert dict(cluster.sources).keys() >= {"device", "links", *(n for n, figure in figures.items() if figure)}
         cluster.save(tmp_path / f"{name}.json")
         assert Cluster.of(tmp_path / f"{name}.json") == cluster

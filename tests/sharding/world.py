@@ -149,24 +149,34 @@ class World:
         inner, outer = CLUSTER.links
         count, here = len(set(nodes)), nodes.count(nodes[0])
 
-        def wire(link, kind):
-            return dict(link.reached).get(kind, link.bytes_per_s)
+        def wire(link, kind, members):
+            counts, shares = zip(*dict(link.falls).get(kind, ((1, 1.0),)), strict=True)
+            share = np.interp(math.log2(members), np.log2(counts), shares)
+            return share * dict(link.reached).get(kind, link.bytes_per_s)
+
+        def doubling(link, nbytes):  # of the members: two hops of a small message
+            sizes, took = zip(*link.doubling, strict=True)
+            is_large = nbytes > sizes[0]
+            return max(2 * link.hop_s, np.interp(math.log(nbytes), np.log(sizes), took) if is_large else 0.0)
 
         def price(kind, total):
             leaves = total / n  # of each device, to each other one: by an exchange a share of what it holds
             crossing = sum(a != b for a, b in itertools.pairwise(nodes))
             hops = (n - 1 - crossing) * inner.hop_s + crossing * outer.hop_s
-            inside, between = (here - 1) / here * total, (count - 1) / count * total / here
+            share = (n - 1) / n  # of the bytes pass each link of a ring
+            inside, between = share * total, share * total / here
             used = [link for link, k in ((inner, here), (outer, count)) if k > 1]
             start = max(link.latency_s for link in used)
             if kind == "all_reduce":
-                inside, between = 2 * inside, 2 * between
-                up = [math.ceil(math.log2(k)) * link.hop_s for link, k in ((inner, here), (outer, count))]
-                hops = 2 * sum(up)
+                tree = [0.5 if k == 2 else share for k in (here, count)]  # two of a level exchange halves
+                inside, between = 2 * tree[0] * total, 2 * tree[1] * total / here
+                sent = ((inner, here, total), (outer, count, total / here))
+                hops = sum(math.ceil(math.log2(k)) * doubling(link, nbytes) for link, k, nbytes in sent)
             if kind == "all_to_all":
                 hops = sum(link.hop_s for link in used)
                 inside, between = (here - 1) / here * leaves / count, (count - 1) / count * leaves
-            return start + hops + max(inside / wire(inner, kind), between / wire(outer, kind))
+            inside, between = inside * (here > 1), between * (count > 1)
+            return start + hops + max(inside / wire(inner, kind, here), between / wire(outer, kind, count))
 
         return price
 

@@ -38,30 +38,37 @@ def test_a_mesh_is_a_text_or_a_count():
 
 
 def test_presets_have_the_names_of_other_tools():
-    for name, other in (("ddp", "dp"), ("fsdp", "zero3"), ("tp", "megatron")):
+    alike = (("ddp", "dp"), ("fsdp", "zero3"), ("tp", "megatron"), ("no_shard", "dp"), ("shard_grad_op", "zero2"))
+    for name, other in alike:
         one, two = planned(mesh=(4,), parallel=name), planned(mesh=(4,), parallel=other)
         assert one.decisions == two.decisions and one.regathered == two.regathered
     with pytest.raises(BadPreset, match="did you mean 'zero3'"):
         planned(mesh=(4,), parallel="zero33")
 
 
-def test_hybrid_sharding_cuts_parameters_on_the_last_axis():
-    plan = planned(mesh=(2, 2), parallel="hsdp")
+@pytest.mark.parametrize("name, stage", [("hsdp", 3), ("hybrid_shard_zero2", 2), ("hsdp-zero1", 1)])
+def test_hybrid_sharding_cuts_parameters_on_the_last_axis(name, stage):
+    """And states with them: a quarter on (2, 4), where the stage over all devices has an eighth."""
+    plan = planned(mesh=(2, 4), parallel=name)
     stored = {name: sharding.text(plan.mesh.axes) for name, sharding in plan.parameters.items()}
     assert all(text.endswith("@model") and "@data" not in text for text in stored.values()), stored
-    assert plan.regathered
+    assert bool(plan.regathered) == (stage == 3)
+    over_all = planned(mesh=(2, 4), parallel=f"zero{stage}")
+    states, least = (p.memory["optimizer states"] for p in (plan, over_all))
+    assert states == pytest.approx(2 * least, rel=0.01)
 
 
-def hybrid(rank, models, batch):
-    parallel = autopar.autoparallelize(models[rank], batch, mesh=(2, 2), memory_budget="inf", parallel="hsdp")
+def hybrid(rank, models, batch, name):
+    parallel = autopar.autoparallelize(models[rank], batch, mesh=(2, 2), memory_budget="inf", parallel=name)
     loss = parallel(**batch).loss
     loss.backward()
     return loss.detach(), {n: p.grad.full_tensor() for n, p in parallel.named_parameters()}
 
 
-def test_hybrid_sharding_computes_what_one_device_does(threads):
+@pytest.mark.parametrize("name", ["hsdp", "hsdp-zero2"])
+def test_hybrid_sharding_computes_what_one_device_does(name, threads):
     first, batch = gpt2(dropout=0.0).double(), drawn(8, 64, 512)
-    loss, found = threads(4, hybrid, [copy.deepcopy(first) for _ in range(4)], batch)[0]
+    loss, found = threads(4, hybrid, [copy.deepcopy(first) for _ in range(4)], batch, name)[0]
     plain = first(**batch).loss
     plain.backward()
     torch.testing.assert_close(loss, plain.detach(), rtol=1e-6, atol=0)  # HF computes losses in float32
