@@ -81,6 +81,8 @@ HABITS: dict[str, tuple[Callable[[Placement], bool], Callable[[Placement], bool]
     "rows": (_is_shard, _is_shard),  # cut values stay cut
     "whole": (_is_partial, _is_no_shard),  # sums are not scattered
     "sequence": (_is_partial, _is_cut_along_the_sequence),  # sums are scattered along dim 1
+    # A value that is cut along dim 1 stays so until a product gathers it, each by itself: a habit of all other readers.
+    "apart": (_is_cut_along_the_sequence, _is_cut_along_the_sequence),
 }
 
 

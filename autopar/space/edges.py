@@ -14,6 +14,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import TensorType, info
+from autopar.ops.entry import facts_of
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import local_elements
 from autopar.sharding.strategies import Choice, gradients, values
@@ -47,6 +48,7 @@ class _Cargo(NamedTuple):
     stays: bool  # whether the gathered copy is still there as backward begins
     reduced_in: int  # itemsize of its gradient while it is reduced; 0: the value's own
     chunks: int  # conversions in each pass: as often as its op runs
+    stays_cut: bool  # whether a preset's habit asks that it arrives as it leaves, as its reader is no product
 
     @property
     def is_parameter(self) -> bool:
@@ -93,7 +95,8 @@ class EdgeBuilder:
             for i, value in enumerate(draft.sources):
                 source, port = source_of(value)
                 given = _End(index[source], drafts[source].site, port)
-                edges.append(self._edge(given, _End(index[key], draft.site, i), self._cargo(value, draft.operands[i])))
+                cargo = self._cargo(value, draft.operands[i], draft.site.op)
+                edges.append(self._edge(given, _End(index[key], draft.site, i), cargo))
                 carried.append(value)
                 takers.append(taker)
         return Wiring(tuple(d.site for d in drafts.values()), tuple(edges), tuple(carried), tuple(takers), index)
@@ -107,7 +110,7 @@ class EdgeBuilder:
                 found[k] = Movement(at[taker], wiring.edges[k].forward, wiring.edges[k].backward)
         return found
 
-    def _cargo(self, value: fx.Node, type_: TensorType) -> _Cargo:
+    def _cargo(self, value: fx.Node, type_: TensorType, reader: str) -> _Cargo:
         owners = self.parameters.owners
         is_handed_on = self.parameters.is_handed_on(value)
         return _Cargo(
@@ -118,6 +121,7 @@ class EdgeBuilder:
             owners.get(value) in self.schedule.stays,
             self.parameters.reduced_in.get(value, 0),
             info(value).chunks,
+            facts_of(reader).flops is None and any(habit == "apart" for _, habit in self.habits),
         )
 
     def _edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
@@ -203,7 +207,7 @@ class EdgeBuilder:
         table = (cargo.ahead or self.conversions).table(
             type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken]
         )
-        return table if cargo.is_parameter else np.where(self._against_habit(given, taken), np.inf, table)
+        return table if cargo.is_parameter else np.where(self._against_habit(given, taken, cargo), np.inf, table)
 
     def _backward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of converting a gradient once, and of casting it before that, by [given, taken]."""
@@ -232,10 +236,12 @@ class EdgeBuilder:
         elements = local_elements(type_.shape, map(gradients, taken), self.setting.mesh)
         return self.conversions.costs.moving(elements * (type_.itemsize + itemsize))
 
-    def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows]) -> np.ndarray:
+    def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> np.ndarray:
         """A mask [given, taken] of conversions that a preset's habits forbid where its habitual ones exist."""
         found: np.ndarray = np.zeros((len(given), len(taken)), dtype=bool)
         for axis, habit in self.habits:
+            if habit == "apart" and not cargo.stays_cut:
+                continue
             leaves_so, arrives_so = HABITS[habit]
             leaves = np.array([leaves_so(values(f).placements[axis]) for f in given])
             arrives = np.array([arrives_so(values(f).placements[axis]) for f in taken])

@@ -15,6 +15,9 @@
     3d            on three (a, b, c): rows by a, a weight's inputs by c and its outputs by b, so that outputs are sums
                   over c, scattered over rows; b and c change roles at the next layer
 
+    dtensor       megatron with sequence=True where each layer gathers its rows by itself, as DTensor does whose
+                  ColwiseParallel is given rows that are cut along the sequence: q, k, v, gate and up gather five times
+
 Besides shardings, a preset has habits: what is made of the batch stays cut along the axes that cut its rows, and
 Megatron's sums are made whole (or scattered along the sequence). A plan that would compute the first layers on every
 device, to reduce fewer gradients, may be faster, but is not what the name says. Where a model does not allow a habit
@@ -24,7 +27,7 @@ Names that other tools have are taken too: ddp is dp, fsdp is zero3, tp is megat
 zero3, shard_grad_op zero2, no_shard dp, and hybrid_shard and hybrid_shard_zero2 are hsdp and hsdp-zero2.
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name.
 `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on the first axes,
-tensor on the last. `data=dict(size=8, zero=3, replicas=2)` is hsdp: the first axes hold copies. In place of a mode,
+tensor on the last; `tensor=dict(size=4, sequence=True, apart=True)` gathers as dtensor. `data=dict(size=8, zero=3, replicas=2)` is hsdp: the first axes hold copies. In place of a mode,
 `tensor=dict(size=4, styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})` says how each layer is cut, in
 transformers' words: what is not named is whole.
 """
@@ -48,6 +51,7 @@ from autopar.space.windows import BLOCK, BUCKET
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # the number of axes of each
+APART = "dtensor"
 HYBRID = {"hsdp": 3, "hsdp-zero1": 1, "hsdp-zero2": 2}
 _ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron"}
 _ALSO_CALLED |= {"no_shard": "dp", "shard_grad_op": "zero2", "full_shard": "zero3"}  # FSDP1's strategies
@@ -64,6 +68,7 @@ class AxisRoles:
     mode: str = ""
     tensor: tuple[int, ...] = ()
     sequence: bool = False
+    apart: bool = False  # whether each reader gathers what is cut along the sequence by itself
     stored: tuple[int, ...] | None = None  # data axes over which a ZeRO stage cuts parameters; None: all
     styles: Mapping[str, str] | None = None  # how layers are cut along the tensor axis, in place of a mode's own way
 
@@ -96,7 +101,8 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
         pins[name] = f"{', '.join([*by_data, *cut.stored]) or 'R'}; {', '.join(cut.used) or 'R'}{policy}"
     between = "sequence" if roles.sequence else "whole"
     tensor = roles.tensor if roles.mode == "megatron" else ()
-    return Preset(pins, (*((axis, "rows") for axis in roles.rows), *((axis, between) for axis in tensor)))
+    habits = (between, "apart") if roles.apart else (between,)
+    return Preset(pins, (*((axis, "rows") for axis in roles.rows), *itertools.product(tensor, habits)))
 
 
 def window_of(parallel: Any, mesh: DeviceMesh) -> int:
@@ -119,7 +125,7 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
         return _named(parallel, mesh, real)
     data, tensor = _parts(parallel)
     mode = tensor.get("mode", "megatron")
-    sequence = tensor.get("sequence", False)
+    sequence, apart = _along_the_sequence(parallel, tensor)
     if not isinstance(mode, str) or mode not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
         raise BadPreset(f"parallel={parallel!r}", seen=f"modes of tensor: {', '.join(TENSOR)}; zero: 0 to 3")
     if data["size"] * tensor["size"] != mesh.size:
@@ -127,8 +133,6 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
             f"parallel speaks of {data['size']} x {tensor['size']} devices, the mesh has {mesh.size}",
             seen=f"mesh {mesh}",
         )
-    if not isinstance(sequence, bool) or (sequence and mode != "megatron"):
-        raise BadPreset(f"parallel={parallel!r}", seen="sequence is True or False, and a word about megatron")
     styles = tensor.get("styles")
     if styles is not None:
         _check_styles(styles, mode, sequence)
@@ -142,7 +146,18 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
         )
     rest = tuple(a for a in real if a not in axes)
     stored = _stored_along(rest, mesh, data)
-    return AxisRoles(rest, data.get("zero", 0), mode if axes else "", axes, sequence, stored, styles)
+    return AxisRoles(rest, data.get("zero", 0), mode if axes else "", axes, sequence, apart, stored, styles)
+
+
+def _along_the_sequence(parallel: Any, tensor: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether sums are scattered along the sequence, and whether each layer gathers its rows by itself."""
+    sequence = tensor.get("sequence", False)
+    apart = tensor.get("apart", False)
+    if not isinstance(sequence, bool) or (sequence and tensor.get("mode", "megatron") != "megatron"):
+        raise BadPreset(f"parallel={parallel!r}", seen="sequence is True or False, and a word about megatron")
+    if not isinstance(apart, bool) or (apart and not sequence):
+        raise BadPreset(f"parallel={parallel!r}", seen="apart is True or False, and a word about sequence=True")
+    return sequence, apart
 
 
 def _stored_along(axes: Sequence[int], mesh: DeviceMesh, data: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -178,15 +193,19 @@ def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
         return AxisRoles(tuple(real), DATA[name])
     if name in HYBRID:
         return AxisRoles(tuple(real), HYBRID[name], stored=tuple(real[-1:]))
-    if name not in TENSOR:
-        raise BadPreset(f"no preset is called {name!r}", seen=among((*DATA, *HYBRID, *TENSOR, *_ALSO_CALLED), name))
+    if name not in (*TENSOR, APART):
+        known = (*DATA, *HYBRID, *TENSOR, APART, *_ALSO_CALLED)
+        raise BadPreset(f"no preset is called {name!r}", seen=among(known, name))
+    is_apart = name == APART
+    name = "megatron" if is_apart else name
     count = TENSOR[name]
     if count > 1 and len(real) != count:
         raise BadPreset(
             f"{name} is laid out on {count} axes, and mesh {mesh} has {len(real)} of more than one device",
             advice=f"mesh={(2,) * count}",
         )
-    return AxisRoles(tuple(real[:-count]), 0, name if real else "", tuple(real[-count:]))
+    mode = name if real else ""
+    return AxisRoles(tuple(real[:-count]), 0, mode, tuple(real[-count:]), sequence=is_apart, apart=is_apart)
 
 
 def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -199,7 +218,7 @@ def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     parts = {key: (value if isinstance(value, Mapping) else {"size": value}) for key, value in parallel.items()}
     for key, part in parts.items():
         unknown = set(part) - (
-            {"size", "mode", "sequence", "styles"} if key == "tensor" else {"size", "zero", "replicas"}
+            {"size", "mode", "sequence", "apart", "styles"} if key == "tensor" else {"size", "zero", "replicas"}
         )
         numbers = [part.get("size", 0), part.get("zero", 1), part.get("replicas", 1)]
         is_wrong = any(isinstance(n, bool) or not isinstance(n, int) for n in numbers)
@@ -263,11 +282,16 @@ def _is_whole(sharding: Sharding, axes: Sequence[int]) -> bool:
 def warnings_of(
     parallel: Any, mesh: DeviceMesh, parameters: Mapping[str, Sharding], sizes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """A line about the parameters that a ZeRO plan stores whole along the data axes; none if it cuts all.
+    """Lines about parameters that ZeRO stores whole along the data axes, and gathers of another program.
 
     `parameters` and `sizes` are the shardings of the plan's parameters and their bytes.
     """
     roles = _roles(parallel, mesh)
+    if roles.apart:
+        return (
+            "each layer is priced as if it gathered its rows by itself, as DTensor's do; the program that autopar emits "
+            "gathers them once",
+        )
     if not roles.zero or not roles.data:
         return ()
     whole = [name for name, sharding in parameters.items() if _is_whole(sharding, roles.cuts)]
