@@ -64,6 +64,7 @@ site: $(VENV)/.test            ## the pages as a site, in the folder site/
 
 nightly: $(VENV)/.test         ## the long tests
 	AUTOPAR_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest -m nightly --timeout 3600 --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.pairs
 
 nightly-oldest:                ## the tests on the oldest torch we support; the index may have a GPU build only (gigabytes)
 	$(MAKE) test TORCH=2.11.0 TORCHVISION=0.26.0 VENV=.venv-2.11
