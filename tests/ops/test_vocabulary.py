@@ -26,6 +26,7 @@ def test_an_op_takes_its_arguments_by_the_names_in_the_table(name):
         n: x if p.annotation is Tensor else (2, 3) if n == "size" else p.default if p.default is not p.empty else 1
         for n, p in op.signature.parameters.items()
     }
+    arguments |= {"tensors": [x]} if "tensors" in arguments else {}
     try:
         op.run(arguments)
     except Exception as e:

@@ -21,6 +21,7 @@ from autopar.space.op_bytes import OpBytes
 from benchmarks import memory, memory_models
 from tests.language import gpt2, llama, zeros
 from tests.models import MLP
+from tests.torch_releases import IS_2_11
 
 
 def step(model, optimizer, batch, micro_batches, before_each=lambda: None):
@@ -143,7 +144,8 @@ def test_the_peak_is_what_one_rank_holds(name, mesh, how, fake_world):
     )
     with fake_world(plan.mesh.size):
         parallel = autopar.autoparallelize(model, batch, plan=plan)
-        first, third = (peaks if plan.accumulation == 1 else peaks_of_waiting)(parallel, batch, plan.accumulation)
+        by_tracker = plan.accumulation == 1 and not IS_2_11  # whose MemTracker counts two weights more in a first step
+        first, third = (peaks if by_tracker else peaks_of_waiting)(parallel, batch, plan.accumulation)
     assert 0.98 <= plan.first_peak_bytes / first <= 1.05
     assert 0.98 <= plan.peak_bytes / third <= 1.05
 
