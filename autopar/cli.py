@@ -162,7 +162,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "--optimizer", help="adamw, sgd, sgd-momentum, autopar-adamw, or bytes of states for each parameter"
     )
     parser.add_argument(
-        "--parallel", help="a preset: ddp, fsdp, hsdp, tp, dp, zero1 to zero3, megatron, dtensor, 2d, 2.5d, 3d"
+        "--parallel",
+        help="a preset: ddp, fsdp, tp, dp, zero1 to zero3, hsdp, hsdp-zero1 and 2, megatron, dtensor, 2d, 2.5d, 3d",
     )
     parser.add_argument("--recompute", help="auto, none, full, selective, 'as written', chen, rotor, ilp")
     parser.add_argument("--accumulation", type=int, help="calls in a step")

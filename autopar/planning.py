@@ -31,7 +31,7 @@ from autopar.solver.policies import POLICIES
 from autopar.solver.program import most_promising_first, peak_where_nothing_is_dear, solve
 from autopar.solver.standing_bytes import refuse_below
 from autopar.space.constraints import Constraints, Preset
-from autopar.space.presets import preset_of, warnings_of, window_of
+from autopar.space.presets import preset_of, warnings_of, warnings_of_habits, window_of
 from autopar.space.saved import bytes_that_stand
 from autopar.space.schedule import windows_to_search
 from autopar.space.setting import Setting
@@ -159,6 +159,7 @@ class Planning:
         expert = preset_of(parallel, self.graph, mesh)
         try:
             plan = self._solved(mesh, known, defaults, expert)
+            priced = warnings_of_habits(expert.habits)
         except (BadConstraint, Infeasible):
             if not expert.habits:
                 raise
@@ -166,8 +167,9 @@ class Planning:
             plan = replace(self, has_habits=False)._solved(mesh, known, defaults, replace(expert, habits=()))
             broken = f"{parallel!r} is not kept to everywhere: {kept} leaves no plan"
             plan = replace(plan, warnings=(broken, *plan.warnings))
+            priced = ()
         whole = warnings_of(parallel, mesh, plan.parameters, plan.parameter_bytes)
-        return replace(plan, warnings=(*plan.warnings, *whole))
+        return replace(plan, warnings=(*plan.warnings, *whole, *priced))
 
     def _solved(
         self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], preset: Preset | None = None

@@ -99,7 +99,7 @@ def main(parts: Sequence[str]) -> int:
     judged = [p for p in pairs if p.is_judged]
     kinds = {kind: [p for p in judged if p.kind == kind] for kind in dict.fromkeys(p.kind for p in judged)}
     print("| differs in | pairs | sign | error | slope | worst |\n|---|---|---|---|---|---|")
-    for kind, of in {**kinds, "all": judged}.items():
+    for kind, of in {**kinds, **({"all": judged} if judged else {})}.items():
         print(line(kind, of))
     print("\nNot judged, as something else differs too:\n")
     for kind in dict.fromkeys(p.kind for p in pairs if not p.is_judged):

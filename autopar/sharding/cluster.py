@@ -22,7 +22,7 @@ import numpy as np
 from autopar import codec
 from autopar.codec import Codec
 from autopar.letters import BadCluster, among
-from autopar.sharding.device import Curve, Device, on_curve
+from autopar.sharding.device import Curve, Device, check_curve, on_curve
 from autopar.sharding.mesh import DeviceMesh
 
 DEFAULT = "generic"
@@ -43,6 +43,12 @@ class Link:
     # Seconds that each doubling of the members adds to a sum, by the bytes that a device's link takes part with.
     doubling: Curve = ()
 
+    def __post_init__(self) -> None:
+        for kind, shares in self.falls:
+            check_curve(f"falls of {kind}", shares, most=1.0)
+        if self.doubling:
+            check_curve("doubling", self.doubling)
+
     def sum_s(self, members: int, nbytes: float) -> float:
         """Seconds of a sum's way up and down the tree of so many members, beside those of its bytes."""
         each = 2 * self.hop_s
@@ -54,7 +60,7 @@ class Link:
         """Bytes/s that a kind of collective of so many members reaches.
 
         The nominal bytes/s where nobody measured that kind. Shares are read between points on the log of the number of
-        members, and beyond the last as the last two say; a twentieth is the least.
+        members, and beyond the last as the last two say, but never rise; a twentieth is the least.
         """
         rate = dict(self.reached).get(kind, self.bytes_per_s)
         points = dict(self.falls).get(kind)
@@ -74,6 +80,7 @@ class Measured:
     times: Curve = ()
 
     hop_s = 0.0  # the latency is of all hops
+    doubling = ()
 
     def sum_s(self, members: int, nbytes: float) -> float:
         """Nothing: the latency is of all hops."""
@@ -256,7 +263,7 @@ def _share(points: Curve, members: int) -> float:
     at = math.log2(members)
     if at > doublings[-1] and len(points) > 1:
         slope = (shares[-1] - shares[-2]) / (doublings[-1] - doublings[-2])
-        return max(0.05, shares[-1] + slope * (at - doublings[-1]))
+        return max(0.05, shares[-1] + min(0.0, slope) * (at - doublings[-1]))
     return float(np.interp(at, doublings, shares))
 
 

@@ -171,7 +171,9 @@ class CostModel:
     def _passes(self, kernel: Kernel) -> Passes | None:
         """The reached rates of a kernel's class, if any; without a second size only such as do not need it."""
         found = self.cluster.device.passes_of(kernel.names, kernel.dtype)
-        return None if found is None or (kernel.size is None and len(found.forward) > 1) else found
+        if found is None or kernel.size is not None:
+            return found
+        return found if len(found.forward) == len(found.backward) == 1 else None
 
     def source(self, kernel: Kernel) -> str:
         """The source of a kernel's seconds: a name of `certainty`."""

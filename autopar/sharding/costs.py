@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -144,10 +145,30 @@ def collective_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: flo
     collective that spans nodes is one ring of all devices, as NCCL's: as many bytes pass each device's link in a node,
     and those of a node's devices together pass its links to the next. Both move at once, piece by piece, and the slower
     one says how long the pieces take. A sum over two nodes goes up and down a tree, of which each holds half. A
-    collective starts once, and its first piece makes every hop.
+    collective starts once, and its first piece makes every hop. A sum takes at least as long as one of fewer bytes,
+    although doublings of more bytes may be cheaper.
     """
     if is_measured(levels):
         return float(measured_seconds(levels[0][1].times, bytes_))
+    sizes = [bytes_]
+    if kind == "all_reduce":
+        sizes += [smaller for smaller in _before_cheaper(levels) if smaller < bytes_]
+    return max(_ring_seconds(kind, levels, size) for size in sizes)
+
+
+def _before_cheaper(levels: Sequence[tuple[int, Any]]) -> list[float]:
+    """Sizes of a sum beyond which doublings of a level become cheaper; between others its seconds ascend."""
+    found = []
+    inside = 1
+    for n, link in levels:
+        falls = [a[0] for a, b in itertools.pairwise(link.doubling) if b[1] < a[1]]
+        found += [inside * size for size in falls]
+        inside *= n
+    return found
+
+
+def _ring_seconds(kind: str, levels: Sequence[tuple[int, Any]], bytes_: float) -> float:
+    """Seconds of a collective of this size alone."""
     count = math.prod(n for n, _ in levels)
     started = 0.0
     hops = 0.0

@@ -6,6 +6,7 @@ cluster file, and what nobody measured is not there. `costs.py` holds the formul
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ class Passes:
     forward: Curve
     backward: Curve
 
+    def __post_init__(self) -> None:
+        check_curve("forward", self.forward)
+        check_curve("backward", self.backward)
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -97,3 +102,13 @@ def on_curve(points: Curve, amount: Any) -> Any:
     """Rates for amounts on a curve, linear in the log of the amount, and constant beyond its end points."""
     x, y = np.array(points, float).T
     return np.interp(np.log(np.maximum(amount, 1e-300)), np.log(x), y)
+
+
+def check_curve(name: str, points: Curve, most: float = math.inf) -> None:
+    """Raise ValueError unless a curve has points, of ascending amounts and of figures above 0."""
+    amounts = [amount for amount, _ in points]
+    is_ascending = all(a < b for a, b in itertools.pairwise([0.0, *amounts]))
+    if not points or not is_ascending or not all(0 < figure <= most for _, figure in points):
+        end = f" to {most:g}" if most < math.inf else ""
+        shown = str([list(point) for point in points])[:80]
+        raise ValueError(f"{name}: {shown}, where amounts ascend from above 0, and figures are above 0{end}")

@@ -27,9 +27,9 @@ Names that other tools have are taken too: ddp is dp, fsdp is zero3, tp is megat
 zero3, shard_grad_op zero2, no_shard dp, and hybrid_shard and hybrid_shard_zero2 are hsdp and hsdp-zero2.
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name.
 `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on the first axes,
-tensor on the last; `tensor=dict(size=4, sequence=True, apart=True)` gathers as dtensor. `data=dict(size=8, zero=3, replicas=2)` is hsdp: the first axes hold copies. In place of a mode,
-`tensor=dict(size=4, styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})` says how each layer is cut, in
-transformers' words: what is not named is whole.
+tensor on the last; `tensor=dict(size=4, sequence=True, apart=True)` gathers as dtensor. `data=dict(size=8, zero=3,
+replicas=2)` is hsdp: the first axes hold copies. In place of a mode, `tensor=dict(size=4, styles={"layers.*.up":
+"colwise", "layers.*.down": "rowwise"})` says how each layer is cut, in transformers' words: what is not named is whole.
 """
 
 from __future__ import annotations
@@ -279,19 +279,24 @@ def _is_whole(sharding: Sharding, axes: Sequence[int]) -> bool:
     return not any(sharding.placements[a].is_shard for a in axes)
 
 
+def warnings_of_habits(habits: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    """A line about the habits that are priced, and not what the emitted program does; none without such."""
+    if not any(habit == "apart" for _, habit in habits):
+        return ()
+    return (
+        "each layer is priced as if it gathered its rows by itself, as DTensor's do; the program that autopar emits "
+        "gathers them once",
+    )
+
+
 def warnings_of(
     parallel: Any, mesh: DeviceMesh, parameters: Mapping[str, Sharding], sizes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Lines about parameters that ZeRO stores whole along the data axes, and gathers of another program.
+    """A line about the parameters that a ZeRO plan stores whole along the data axes; none if it cuts all.
 
     `parameters` and `sizes` are the shardings of the plan's parameters and their bytes.
     """
     roles = _roles(parallel, mesh)
-    if roles.apart:
-        return (
-            "each layer is priced as if it gathered its rows by itself, as DTensor's do; the program that autopar emits "
-            "gathers them once",
-        )
     if not roles.zero or not roles.data:
         return ()
     whole = [name for name, sharding in parameters.items() if _is_whole(sharding, roles.cuts)]

@@ -299,3 +299,18 @@ def test_what_was_measured_on_the_machine_itself_holds_the_slowest_already():
     timed = (Timed("mm", "bfloat16", ((1.0, 1.0), (1e15, 1.0)), ()),)
     model = CostModel(replace(Cluster.of("h100"), timed=timed), 64)
     assert model.forward(product(512, 512, 512))[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name, nodes", [("h100", 512), ("h100@3200G", 2), ("b300", 64), ("generic", 9)])
+def test_a_collective_of_more_bytes_takes_no_less(name, nodes):
+    """Doublings of 8 MiB were measured to be cheaper than those of 2 MiB: a sum waits for as long as a smaller one."""
+    levels = Cluster.of(f"{name}-8x{nodes}").levels(DeviceMesh((nodes, 8)), 0)
+    sizes = np.geomspace(2**16, 2**28, 80)
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+        assert (np.diff([collective_seconds(kind, levels, size) for size in sizes]) >= 0).all(), kind
+
+
+def test_shares_that_rise_are_not_continued():
+    """A link that was measured better over four nodes than over two does not exceed what it reached."""
+    link = replace(Cluster.of("generic").links[1], falls=(("all_gather", ((2, 0.8), (4, 1.0))),))
+    assert link.wire("all_gather", 1024) == link.bytes_per_s

@@ -248,6 +248,20 @@ def test_where_rows_must_meet_the_plan_says_so():
     assert "not kept to everywhere" in plan.warnings[0] and "not kept to everywhere" in str(plan)
     assert autopar.Plan.from_dict(plan.to_dict()).warnings == plan.warnings
     assert {sharding.text(plan.mesh.axes) for sharding in plan.parameters.values()} == {"R"}
+    plan = autopar.plan(Pairs(), (torch.randn(8, 8),), mesh=(2, 2), parallel="dtensor")
+    assert "not kept to everywhere" in plan.warnings[0] and "DTensor" not in str(plan.warnings)
+
+
+def test_a_plan_of_dtensors_gathers_says_all_that_is_to_say():
+    """What ZeRO leaves whole beside them; and nothing of them where no axis has a tensor mode."""
+    tensor = {"sequence": True, "apart": True}
+    model, batch = CASES["gpt2"]()
+    how = {"memory_budget": "inf"}
+    parallel = {"tensor": {"size": 3, **tensor}, "data": {"size": 2, "zero": 3}}
+    said = autopar.plan(model, batch, mesh=(2, 3), parallel=parallel, **how).warnings
+    assert any("stored whole" in line for line in said) and "DTensor" in said[-1]
+    for alone in ("dtensor", {"tensor": {"size": 1, **tensor}}):
+        assert not autopar.plan(model, batch, mesh=(1,), parallel=alone, **how).warnings
 
 
 def test_the_search_over_meshes_takes_the_best():

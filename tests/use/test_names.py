@@ -187,6 +187,20 @@ def test_letters_say_what_may_have_been_meant(how, letter, says):
         ({"links": []}, "devices have to be connected"),
         ({"hidden": 2.0}, "2.0 is not a number from 0 to 1, at hidden"),
         ({"step_s": -1.0}, "-1.0 is not a number from 0, at step_s"),
+        *(
+            ({"links": [{"name": "", "latency_s": 0, "bytes_per_s": 1, "falls": {"all_gather": shares}}]}, says)
+            for shares, says in (
+                ([], "falls of all_gather: []"),
+                ([[8, 0.5], [4, 1]], "amounts ascend"),
+                ([[0, 1]], "from above 0"),
+                ([[2, 0]], "above 0 to 1, at links.0"),
+                ([[2, 90]], "above 0 to 1"),
+            )
+        ),
+        *(
+            ({"links": [{"name": "", "latency_s": 0, "bytes_per_s": 1, "doubling": points}]}, "doubling: ")
+            for points in ([[0, 1e-5]], [[9, 1e-5], [8, 1e-5]], [[9, -1e-5]])
+        ),
     ],
 )
 def test_a_cluster_file_that_cannot_be_is_a_letter(wrong, says, tmp_path):
@@ -196,6 +210,16 @@ def test_a_cluster_file_that_cannot_be_is_a_letter(wrong, says, tmp_path):
     with pytest.raises(BadCluster) as letter:
         autopar.Cluster.of(path)
     assert says in letter.value.seen
+
+
+def test_passes_without_a_rate_are_a_letter(tmp_path):
+    path = tmp_path / "mine.json"
+    data = json.loads(resources.files("autopar.sharding.clusters").joinpath("generic.json").read_text())
+    for points in ([], [[1, 0]], [[2, 1e12], [1, 1e12]]):
+        data["device"]["passes"] = [{"op": "to", "dtype": "float32", "forward": [[1, 1e12]], "backward": points}]
+        path.write_text(json.dumps(data))
+        with pytest.raises(BadCluster, match=r"at device\.passes\.0"):
+            autopar.Cluster.of(path)
 
 
 def test_a_letter_comes_whole_to_another_process():
