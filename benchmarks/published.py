@@ -243,6 +243,8 @@ def rows_of(parts: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 def main(without: str, parts: Sequence[str]) -> None:
     rows = rows_of(parts)
+    if not rows:
+        sys.exit(f"no row of {ROWS.name} that can be planned has {' or '.join(parts)} in its id")
     ways = {"as run": True} if without else {"named": False, "as run": True}
     print(f"| row | published ms | {' | '.join(ways)} | CPU s |\n|---{'|---' * (len(ways) + 2)}|")
     found: dict[str, list[Predicted]] = {way: [] for way in ways}

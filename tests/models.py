@@ -232,6 +232,6 @@ def lora_case():
 def peaks(name):
     """A cluster of which nobody measured what kernels and collectives reach."""
     cluster = Cluster.of(name)
-    device = replace(cluster.device, reached_bytes_per_s=0.0, products=None, attention=())
-    links = tuple(replace(k, hop_s=0.0, reached=()) for k in cluster.links)
+    device = replace(cluster.device, reached_bytes_per_s=0.0, products=None, attention=(), passes=())
+    links = tuple(replace(k, hop_s=0.0, reached=(), falls=(), doubling=()) for k in cluster.links)
     return replace(cluster, device=device, links=links, hidden=1.0, variation=0.0)
