@@ -34,7 +34,7 @@ ON_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
         (ON_TWO, "", "autopar: "),
         ((), "logging.basicConfig(level=logging.INFO, format='MINE %(message)s', stream=sys.stderr)", "MINE "),
         ((), "logging.getLogger('autopar').setLevel(logging.WARNING)", None),
-        ((), "logging.basicConfig()", None),
+        pytest.param((), "logging.basicConfig()", None, marks=pytest.mark.nightly),
     ],
     ids=["by default", "configured", "silenced", "configured without INFO"],
 )
