@@ -67,7 +67,7 @@ def run(threads, model, how, kernels):
     return threads(ranks, step, models, batch, mesh, kernels, asked)[0]
 
 
-@pytest.mark.parametrize("model, how", diagonal(list(MODELS), list(HOW), 8))
+@pytest.mark.parametrize("model, how", diagonal(list(MODELS), list(HOW), 4))
 def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
     _, plain, gradients = run(threads, model, how, False)
     count, loss, found = run(threads, model, how, NAMES)
