@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks import published
 
 LEAST, ERROR, SLOPES = 3, 0.10, (0.7, 1.4)
+HEADER = "| differs in | pairs | sign | error | slope | worst |\n|---|---|---|---|---|---|"
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,10 @@ def main(parts: Sequence[str]) -> int:
     pairs = pairs_of(given, steps)
     judged = [p for p in pairs if p.is_judged]
     kinds = {kind: [p for p in judged if p.kind == kind] for kind in dict.fromkeys(p.kind for p in judged)}
-    print("| differs in | pairs | sign | error | slope | worst |\n|---|---|---|---|---|---|")
+    print(HEADER)
     for kind, of in {**kinds, **({"all": judged} if judged else {})}.items():
         print(line(kind, of))
-    print("\nNot judged, as something else differs too:\n")
+    print(f"\nNot judged, as something else differs too:\n\n{HEADER}")
     for kind in dict.fromkeys(p.kind for p in pairs if not p.is_judged):
         print(line(kind, [p for p in pairs if p.kind == kind and not p.is_judged]))
     needs = {row["id"]: row["needs"] for row in data["rows"] if "needs" in row}

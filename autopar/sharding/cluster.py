@@ -26,6 +26,13 @@ from autopar.sharding.device import Curve, Device, check_curve, on_curve
 from autopar.sharding.mesh import DeviceMesh
 
 DEFAULT = "generic"
+KINDS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "send",
+)  # of collectives that a link is asked about
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class Link:
     doubling: Curve = ()
 
     def __post_init__(self) -> None:
+        if unknown := [kind for kind, _ in (*self.reached, *self.falls) if kind not in KINDS]:
+            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(KINDS)}")
         for kind, shares in self.falls:
             check_curve(f"falls of {kind}", shares, most=1.0)
         if self.doubling:

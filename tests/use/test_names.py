@@ -198,6 +198,13 @@ def test_letters_say_what_may_have_been_meant(how, letter, says):
             )
         ),
         *(
+            (
+                {"links": [{"name": "", "latency_s": 0, "bytes_per_s": 1, key: {"all_gathre": rate}}]},
+                "'all_gathre' is not",
+            )
+            for key, rate in (("falls", [[4, 0.9]]), ("reached", 1e9))
+        ),
+        *(
             ({"links": [{"name": "", "latency_s": 0, "bytes_per_s": 1, "doubling": points}]}, "doubling: ")
             for points in ([[0, 1e-5]], [[9, 1e-5], [8, 1e-5]], [[9, -1e-5]])
         ),
