@@ -26,13 +26,8 @@ from autopar.sharding.device import Curve, Device, check_curve, on_curve
 from autopar.sharding.mesh import DeviceMesh
 
 DEFAULT = "generic"
-KINDS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "send",
-)  # of collectives that a link is asked about
+# The collectives that a link is asked about.
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 
 
 @dataclass(frozen=True, slots=True)
