@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,8 +61,22 @@ def start_world(start_timeout_s: float = 600.0) -> str:
             _MADE.then_s = None
         else:
             dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+        _end_at_exit()
         return device
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+@functools.cache
+def _end_at_exit() -> None:
+    """End the world that was made here when the program ends; after an error, others may still wait in it."""
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if _MADE.is_here() and not hasattr(sys, "last_value"):
+        _MADE.group = None
+        dist.destroy_process_group()
+        time.sleep(0.1)  # a thread of gloo that lets go of a tensor once Python has ended aborts the process
 
 
 def limit_world(seconds: float) -> None:
