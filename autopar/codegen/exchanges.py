@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch.fx as fx
 
@@ -11,8 +11,10 @@ from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.graph.graph import Graph, call_of, info, type_of
 from autopar.graph.nodes import tensor_operands
 from autopar.ops.declare import users_rule
-from autopar.ops.entry import exchanges_of, goes_beyond, rule_of
-from autopar.ops.exchange import BACKWARD, FORWARD, Messages, is_said, messages_of, misfit
+from autopar.ops.entry import exchanges_of, rule_of, sends_along
+from autopar.ops.exchange import BACKWARD, FORWARD, Along, Messages, is_said, messages_of, misfit
+from autopar.ops.local import OpOnDevice
+from autopar.runtime.experts import EXCHANGING, sent_by
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.costs import LOCAL
 from autopar.solver.plan import Plan
@@ -24,16 +26,23 @@ def sent_by_ops(joint: JointGraph) -> SentByOps:
     """The messages of all ops that send any, as traced: before passes join them or drop unread ones."""
     ran_back = {node.meta[BACK] for node in joint.graph.nodes if BACK in node.meta}
     found: dict[str, dict[str, dict[str, Counter[str]]]] = {}
-    for node in joint.graph.find_nodes(op="call_function", target=CONVERT):
-        if node.meta.get(CONVERTED):
-            continue
-        op, way = (node.meta[BACK], BACKWARD) if BACK in node.meta else (node.meta[OP], FORWARD)
+    for node in joint.graph.nodes:
+        for axis, kind, count in _sent(node):
+            op, way = (node.meta[BACK], BACKWARD) if BACK in node.meta else (node.meta[OP], FORWARD)
+            ways = (FORWARD, BACKWARD) if op in ran_back else (FORWARD,)
+            messages = found.setdefault(op, {}).setdefault(axis, {w: Counter() for w in ways})
+            messages[way][kind] += count
+    return found
+
+
+def _sent(node: fx.Node) -> Iterator[tuple[str, str, int]]:
+    """The messages of one node that belongs to an op: axis, kind and number."""
+    if node.target is CONVERT and not node.meta.get(CONVERTED):
         for step in LocalStep.parse_all(node.args[1]):
             if step.kind not in LOCAL:
-                ways = (FORWARD, BACKWARD) if op in ran_back else (FORWARD,)
-                messages = found.setdefault(op, {}).setdefault(step.axis, {w: Counter() for w in ways})
-                messages[way][step.kind.removesuffix("_max")] += 1
-    return found
+                yield step.axis, step.kind.removesuffix("_max"), 1
+    elif node.target in EXCHANGING:
+        yield from sent_by(node.target, node.args)
 
 
 def check_exchanges(graph: Graph, plan: Plan, sent: SentByOps) -> None:
@@ -49,7 +58,8 @@ def check_exchanges(graph: Graph, plan: Plan, sent: SentByOps) -> None:
             messages = by_axis.get(axis, silent)
             call = call_of(node)
             n = mesh.shape[mesh.axis(axis)]
-            said = messages_of(exchanges_of(call), n)
+            here = OpOnDevice.fullest(mesh, plan.decisions[info(node).key].choice)
+            said = messages_of(exchanges_of(call, Along(here, axis)), n)
             if not is_said(messages, said, map(type_of, tensor_operands(node))):
                 at = "\n".join(filter(None, (users_rule(call.op), call.source)))
                 raise misfit(call.op, messages, said, at, f"{info(node).key} on {n} devices of {axis}")
@@ -60,5 +70,5 @@ def _marked(node: fx.Node, plan: Plan) -> list[str]:
     call = call_of(node)
     rule = rule_of(call.op, {**call.arguments, "outputs": call.outputs})
     strategies = plan.decisions[info(node).key].choice.strategies
-    marked = [rule is not None and goes_beyond(call.op, rule, s.cut) for s in strategies]
+    marked = [rule is not None and sends_along(call.op, rule, s.cut) for s in strategies]
     return [axis for axis, is_marked in zip(plan.mesh.axes, marked, strict=True) if is_marked]

@@ -17,8 +17,10 @@ from autopar.codegen.joint_graph import CONVERTED, EARLY, OP, RECOMPUTED, JointG
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
+from autopar.runtime.experts import EXCHANGING
 
-COLLECTIVES = frozenset((*(f for name, f in STEPS.items() if name not in ("slice", "lodge")), *BEGIN.values()))
+_SENDING = frozenset(EXCHANGING.values())
+COLLECTIVES = _SENDING.union((f for name, f in STEPS.items() if name not in ("slice", "lodge")), BEGIN.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +139,7 @@ def _made_again(joint: JointGraph, parameters: set[fx.Node], forward: set[fx.Nod
         is_cheap = (
             node in forward
             and node.op == "call_function"
-            and (_is_on_an_axis(node) or is_view(node) or node.target in COPIES)
+            and (_is_on_axes(node) or is_view(node) or node.target in COPIES)
         )
         if is_cheap and all(a in parameters or a in found for a in node.all_input_nodes):
             found.add(node)
@@ -184,9 +186,10 @@ def extract(source: fx.Graph, inputs: Sequence[fx.Node], nodes: set[fx.Node], ou
     return graph
 
 
-def _is_on_an_axis(node: fx.Node) -> bool:
-    """Whether the second argument of the call names a mesh axis."""
-    return node.target is part_start or any(node.target in calls.values() for calls in (STEPS, PACK, BEGIN))
+def _is_on_axes(node: fx.Node) -> bool:
+    """Whether the second argument of the call names a mesh axis, or several."""
+    calls = (STEPS.values(), PACK.values(), BEGIN.values(), _SENDING, (part_start,))
+    return any(node.target in of for of in calls)
 
 
 def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
@@ -194,13 +197,15 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
     bound = copy.deepcopy(graph)
     given: dict[str, fx.Node] = {}
     for node in list(bound.nodes):
-        if _is_on_an_axis(node):
-            name = node.args[1]
-            attribute = "axis_" + "".join(c if c.isalnum() else "_" for c in name)
-            if name not in given:
-                with bound.inserting_before(next(iter(bound.nodes))):
-                    given[name] = bound.get_attr(attribute)
-            node.args = (node.args[0], given[name], *node.args[2:])
+        if _is_on_axes(node):
+            named = node.args[1]
+            for name in (named,) if isinstance(named, str) else named:
+                if name not in given:
+                    attribute = "axis_" + "".join(c if c.isalnum() else "_" for c in name)
+                    with bound.inserting_before(next(iter(bound.nodes))):
+                        given[name] = bound.get_attr(attribute)
+            axes = given[named] if isinstance(named, str) else tuple(given[name] for name in named)
+            node.args = (node.args[0], axes, *node.args[2:])
     module = fx.GraphModule({n.target: axes[name] for name, n in given.items()}, bound)
     return module
 
@@ -211,6 +216,8 @@ def _described_in(*graphs: fx.Graph) -> tuple[str, ...]:
 
 def _described(node: fx.Node) -> str:
     """A collective as it travels: begun beside others or not, and as one message of one tensor or alone."""
+    if node.target in _SENDING:
+        return f"{node.target.__name__}@{node.args[1]} {node.args[-2]}"
     operands, axis, *numbers = node.args[0].args if node.target in BEGIN.values() else node.args
     values = node.meta["val"] if isinstance(operands, (list, tuple)) else [node.meta["val"]]
     name = node.target.__name__.removeprefix("begin_").removesuffix("_bucket")

@@ -14,6 +14,7 @@ from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own, read_i
 from autopar.codegen.chunks import write_out_chunks
 from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
+from autopar.runtime.experts import EXCHANGING, on_axes
 from autopar.runtime.private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, TO_COPY, UNSAFE_VIEW
 from autopar.sharding.convert import LocalStep
 from autopar.space.windows import buckets_by_window
@@ -97,6 +98,18 @@ def _in_memory_order(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
     copy.meta["val"] = like.meta["val"]
     copy.meta[OP] = like.meta.get(OP, "")
     return copy
+
+
+def send_rows(joint: JointGraph) -> None:
+    """Replace ops whose rows travel by functions of axes, which are bound as those of collectives are.
+
+    before    y = autopar.experts(x, ids, ..., hops="tp", 40)
+    after     y = experts_forward(x, ("tp",), ids, ..., hops="tp", 40)
+    """
+    for node in joint.graph.nodes:
+        found = on_axes(node.target, node.args) if node.target in EXCHANGING else None
+        if found is not None:
+            node.target, node.args = found
 
 
 def drop_round_trips(joint: JointGraph) -> None:
@@ -377,6 +390,7 @@ def let_views_copy(joint: JointGraph) -> None:
 
 PASSES: tuple[Callable[[JointGraph], None], ...] = (
     write_out_conversions,
+    send_rows,
     drop_round_trips,
     drop_noise,
     write_out_chunks,

@@ -64,11 +64,13 @@ class Assume:
         no_padding: Attention masks are all ones, and a row is one sequence: Hugging Face models then use is_causal=True
             and no mask tensors.
         finite: No value is inf or nan.
+        imbalance: What experts of the fullest device get over the mean, where a router divides rows among devices.
         branches: Conditions by the line of the user's code at which they stand: {"model.py:84": True}.
     """
 
     no_padding: bool = False
     finite: bool = False
+    imbalance: float = 1.1
     branches: tuple[tuple[str, bool], ...] = ()
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from autopar.ops import (
     attention,
     draws,
+    experts,
     factories,
     losses,
     matrices,

@@ -101,7 +101,7 @@ def work(call: OpCall) -> tuple[str, str]:
     return ("pairs*(11 + itemsize)", "2*pairs*itemsize") if call.arguments.get("dropout_p", 0.0) else ("0", "0")
 
 
-def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str) -> tuple[int, int]:
+def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
     """Temporary bytes, forward and backward, of a part's two calls: on the keys before it and on its own.
 
     Forward merges their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries. A

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.letters import BadRule
-from autopar.ops.exchange import Exchange, Exchanges, read_exchanges
+from autopar.ops.exchange import Along, Exchange, Exchanges, read_exchanges
 from autopar.ops.inverses import WrittenView
 from autopar.sharding.notation import Binding, Cut, Rule, parse
 
@@ -165,15 +165,18 @@ class Facts:
     serves: str = ""  # the marks of rules that its local form or its local shape serves
     form: FormFunction | None = None  # the local form: computes a part where the op itself would be wrong
     # All-reduces of the local form, forward and backward, where a counted or reduced dim is cut; or its `Exchange`s.
-    exchanges: Exchanges | Callable[[OpCall], Exchanges] = (0, 0)
+    # A function of the call, and of where the form sends, where that is known.
+    exchanges: Exchanges | Callable[[OpCall, Along | None], Exchanges] = (0, 0)
     draws: bool = False  # random: the local form draws by the position in the whole tensor
     keeps: Line | Callable[[OpCall, str], Line] | None = None  # saved for backward, by kind of device; None: everything
     work: Callable[[OpCall], tuple[str, str]] | tuple[str, str] | None = None  # temporary bytes, forward and backward
     # More temporary bytes of the local form, on a device that holds parts of these shapes of each operand.
-    part_work: Callable[[OpCall, Any, str], tuple[int, int]] | None = None
+    part_work: Callable[[OpCall, Any, str, Here], tuple[int, int]] | None = None
     # More bytes that the local form saves for backward, on a device that holds parts of these shapes.
-    part_keeps: Callable[[OpCall, Any], int] | None = None
+    part_keeps: Callable[[OpCall, Any, Here], int] | None = None
     flops: tuple[float, str] | None = None  # a product's FLOPs per point of its factors except this pattern's
+    # The matrix products of its kernels on a device, forward and backward, as (batch, m, n, k), where a call has several.
+    products: Callable[[OpCall, Here], tuple[list[tuple[float, ...]], list[tuple[float, ...]]]] | None = None
     windows: bool = False  # reads windows of its input; a product then has other kernels than one of rows
     heads: bool = False  # attention: kernels are timed by head width and sequence length
     # Number of times that forward reads its first operand: twice where sums over it are needed first.
@@ -285,7 +288,7 @@ def describe(
 
 def _check_form(name: str, known: Facts) -> None:
     """Raise where an entry serves a mark, and says no local form, or not what the form counts or reduces."""
-    if known.form is None and set(known.serves) & {"~", "^"}:
+    if known.form is None and set(known.serves) & {"~", "^", "&"}:
         raise BadRule(
             f"{name} serves {known.serves} and has no local form", advice="form=, which computes it on a part"
         )
@@ -295,7 +298,7 @@ def _check_form(name: str, known: Facts) -> None:
             advice='counts="v", the pattern of the factors that are cut in one range alone and not by blocks',
         )
     sends = callable(known.exchanges) or bool(read_exchanges(known.exchanges))
-    if sends and not set(known.serves) & {"~", "^"}:
+    if sends and not set(known.serves) & {"~", "^", "&"}:
         raise BadRule(
             f"{name} exchanges messages along no mark (~, ^), so that no plan would pay for them",
             advice="^ for what the local form reduces over devices, ~ for what it otherwise communicates along",
@@ -307,10 +310,15 @@ def _check_form(name: str, known: Facts) -> None:
         )
 
 
-def exchanges_of(call: OpCall) -> tuple[Exchange, ...]:
-    """The messages of a call's local form along each axis that cuts what it counts or reduces."""
+def exchanges_of(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
+    """The messages of a call's local form along each axis on which it sends, or along one of them."""
     exchanges = facts_of(call.op).exchanges
-    return read_exchanges(exchanges(call) if callable(exchanges) else exchanges)
+    return read_exchanges(exchanges(call, along) if callable(exchanges) else exchanges)
+
+
+def sends_along(op: str, rule: Rule | Binding, cut: Cut | None) -> bool:
+    """Whether the local form sends messages along an axis with this cut: where rows travel, if they ever do."""
+    return cut is not None and cut.travels if rule.together else goes_beyond(op, rule, cut)
 
 
 def goes_beyond(op: str, rule: Rule | Binding, cut: Cut | None) -> bool:
@@ -359,13 +367,14 @@ def rule_of(name: str, arguments: Mapping[str, Any]) -> Rule | None:
 
 def check_marks(name: str, rule: Rule) -> None:
     """Raise where a rule has marks that no local form of the op serves."""
-    if not (rule.masked or rule.inside or rule.made):
+    if not (rule.masked or rule.inside or rule.made or rule.together):
         return
     known = facts_of(name).serves
     for mark, factors, meaning in (
         ("~", rule.masked, "cut behind a mask"),
         ("^", rule.inside, "reduced inside"),
         ("*", rule.made, "made here"),
+        ("&", frozenset(factor for _, factor in rule.together), "sent to other devices"),
     ):
         if factors and mark not in known:
             raise BadRule(

@@ -4,7 +4,7 @@ A form sends along every axis that cuts what its rule marks (`~`, `^`). An entry
 
     exchanges=(2, 1)                                          all-reduces of what is left of the marked factors
     exchanges=(Exchange("all_gather"), Exchange("reduce_scatter", BACKWARD))
-    exchanges=lambda call: (Exchange("send", count=lambda n: n - 1, nbytes=keys_and_values, beside=1.0),)
+    exchanges=lambda call, along: (Exchange("send", count=lambda n: n - 1, nbytes=keys_and_values, beside=1.0),)
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from autopar.letters import BadRule, among
 from autopar.sharding.notation import public_name
+
+if TYPE_CHECKING:
+    from autopar.ops.local import Here
 
 FORWARD, BACKWARD = WAYS = ("forward", "backward")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -48,6 +51,13 @@ class Exchange:
     def hides(self, n: int) -> float:
         """The share of the op's compute that may hide the messages."""
         return self.beside(n) if callable(self.beside) else self.beside
+
+
+class Along(NamedTuple):
+    """Where a form sends: a device under a choice, and the axis."""
+
+    here: Here
+    axis: str
 
 
 Exchanges: TypeAlias = tuple[int, int] | tuple[Exchange, ...]

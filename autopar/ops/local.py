@@ -61,6 +61,11 @@ class OpOnDevice:
     random_key: Any
     choice: Choice
 
+    @staticmethod
+    def fullest(mesh: DeviceMesh, choice: Choice) -> OpOnDevice:
+        """The device that holds the largest parts."""
+        return OpOnDevice(mesh, (0,) * len(mesh.shape), None, choice)
+
     def lies(self, operand: int) -> Sharding:
         """Sharding in which the op takes an operand."""
         return values(self.choice.operand(operand))

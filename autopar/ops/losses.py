@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ops.entry import RuleFunction, each, op
+from autopar.ops.exchange import Along
 from autopar.ops.local import Form, Here, OpCall, cuts
 from autopar.ops.rows import Row, parse, rule_from
 from autopar.runtime import forms
@@ -70,7 +71,7 @@ def classes_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.cross_entropy_part, {**how, "cuts": cuts(here, shape, lies, 1), "classes": shape[1]}
 
 
-def exchanged(call: OpCall) -> tuple[int, int]:
+def exchanged(call: OpCall, along: Along | None) -> tuple[int, int]:
     """All-reduces of a loss over cut classes: the maximum, the sum, and what weights add to them."""
     weighted = call.arguments.get("weight") is not None
     smoothed = bool(call.arguments.get("label_smoothing"))

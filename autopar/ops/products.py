@@ -14,31 +14,10 @@ from torch import Tensor
 from autopar.ops.entry import INTENSITY, OPS, Op, RuleFunction, T, each, op, spell
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import NAMES, Row, parse, rule_from, whole_dims
+from autopar.runtime.grouped import grouped_mm
 from autopar.runtime.private import grouped_mm as private_grouped_mm
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import local_shape
-
-
-def grouped_mm(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    *,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Products of groups of rows, each with a matrix of its own.
-
-    The kernels take matrices whose rows are whole numbers of 16 bytes. On a device a row may be a part of such a row:
-    it is filled up with zeros.
-    """
-    unit = 16 // mat_a.element_size()
-    inner, width = (-n % unit for n in mat_b.shape[-2:])
-    if (inner or width) and mat_a.dim() == 2 and mat_b.dim() == 3:
-        filled = F.pad(mat_a, (0, inner)), F.pad(mat_b, (0, width, 0, inner))
-        whole = F.grouped_mm(*filled, offs=offs, bias=bias, out_dtype=out_dtype)
-        return whole[:, : mat_b.shape[-1]].contiguous()
-    return F.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
 def einsum(equation: str, operands: Sequence[Any]) -> Tensor:

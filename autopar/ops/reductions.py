@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ops.entry import OPS, Op, T, each, op, translates
+from autopar.ops.exchange import Along
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import Row, along, dims_of, removed, resized, rule_from
 from autopar.runtime import forms
@@ -74,7 +75,7 @@ def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.amax_part, {**kwargs, "axes": axes, "least": call.op == "amin"}
 
 
-def exchanged(call: OpCall) -> tuple[int, int]:
+def exchanged(call: OpCall, along: Along | None) -> tuple[int, int]:
     """All-reduces of a maximum: its value and, for the gradient, the number of entries that attain it."""
     return (2 if "float" in call.outputs[0].dtype else 1), 0
 

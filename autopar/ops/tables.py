@@ -82,7 +82,7 @@ def rows_of_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.embedding_part, {**how, "cuts": cuts(here, shape, lies, 0)}
 
 
-def kept_of_rows(call: OpCall, held: Sequence[tuple[int, ...]]) -> int:
+def kept_of_rows(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
     """The bytes that a look-up in a part of the vocabulary keeps: places in the part, and masks of tokens."""
     if held[1][0] == call.arguments["weight"].shape[0]:
         return 0

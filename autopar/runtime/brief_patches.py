@@ -251,6 +251,18 @@ def transformers_look_at_masks() -> contextlib.AbstractContextManager[None]:
     return _patched_if_imported("transformers.masking_utils", "is_tracing", lambda *_: False)
 
 
+def transformers_experts(replacing: Any) -> contextlib.AbstractContextManager[None]:
+    """Let experts of transformers run `replacing(original)`, whatever implementation is set.
+
+    Private: `transformers.integrations.moe.ExpertsInterface.get_interface`, transformers 5.
+    """
+    module = sys.modules.get("transformers.integrations.moe")
+    if module is None:
+        return contextlib.nullcontext()
+    found = module.ExpertsInterface
+    return patched(found, "get_interface", replacing(found.get_interface))
+
+
 def transformers_cache_nothing() -> contextlib.AbstractContextManager[None]:
     """Let transformers' method caches believe that torch.compile runs, so that they keep no fake tensors.
 

@@ -7,6 +7,8 @@
     "n^ c -> n^ c"        `^` may be cut, and is reduced inside: the local form exchanges sums, and an output that lacks
                           the factor is whole
     "1 b -> a* b"         `*` is made here: an output has it, no operand does, and each device makes its own part
+    "t h, e&t h -> t h"   `e&t` may also be cut together with t, by one axis: the local form sends rows to where their
+                          e is; beside other marks, `e~&t`
     "a b -> a 1"          `1` is a dim of size one that is no factor
     "(h d) -> h d"        a dim that is a product of factors, major first: only the major one is cut, which a minor one
                           becomes where those before it are of size one
@@ -42,6 +44,7 @@ NAMES = (*"xyzuvwabcdefgh", *(f"x{i}" for i in range(14, 512)))  # names of the 
 _PLACES = {name: i for i, name in enumerate(NAMES)}
 ELLIPSIS, ONE, NOTHING = "...", "1", "nothing"
 _TOKEN = re.compile(r"\(([^()]*)\)(!?)|(\S+?)([!~*^]?)(?=\s|$)")
+_TOGETHER = re.compile(r"(\w+)([!~]?)&(\w+)")
 _FACTOR = re.compile(r"(\.\.\.|1|[A-Za-z_]\w*)(?::(\d+))?([+!]?)")
 
 Shape = tuple[int, ...]
@@ -74,6 +77,7 @@ class Rule:
     minor: frozenset[str] = frozenset()  # factors that are cut by blocks where they stand behind others
     masked: frozenset[str] = frozenset()  # factors that are cut behind a mask
     made: frozenset[str] = frozenset()  # factors that each device makes its own part of
+    together: tuple[tuple[str, str], ...] = ()  # pairs of factors that one axis may cut at once: rows travel
 
     def __str__(self) -> str:
         return self.text + (f"   linear={self.linear}" if self.linear else "")
@@ -111,6 +115,7 @@ class Rule:
             tuple(dict.fromkeys(g for g in groups if g)),
             self.inside,
             self.minor,
+            self.together,
         )
 
     def _spread(self, pattern: tuple[Dim, ...], shape: Shape) -> tuple[Dim, ...]:
@@ -161,6 +166,7 @@ class Cut:
     factors: tuple[str, ...]
     blocks: Shape = ()
     even: bool = False  # only parts of one size
+    travels: bool = False  # the factors stand in different dims, and the local form sends rows from part to part
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +180,7 @@ class Binding:
     groups: tuple[frozenset[int], ...]
     inside: frozenset[str] = frozenset()
     minor: frozenset[str] = frozenset()
+    together: tuple[tuple[str, str], ...] = ()
 
     @property
     def rows(self) -> list[tuple[Dim, ...]]:
@@ -195,6 +202,9 @@ class Binding:
             yield Cut(together, even=factor in joined)
             if factor not in joined:
                 yield from (Cut(together, b, True) for b in sorted((blocks or {}).get(factor, ())))
+        for pair in self.together:
+            if all(self.sizes.get(factor, 1) > 1 for factor in pair):
+                yield Cut(pair, travels=True)
 
     def without(self, places: Collection[int]) -> Binding:
         """The binding without the operands at these places, which take part in no joint linearity."""
@@ -220,7 +230,8 @@ class Binding:
 @functools.cache
 def parse(text: str, linear: str = "") -> Rule:
     """The rule that a line of notation says; a letter where it cannot be read."""
-    left, arrow, right = text.partition("->")
+    together = tuple(dict.fromkeys((other, factor) for factor, _, other in _TOGETHER.findall(text)))
+    left, arrow, right = _TOGETHER.sub(r"\1\2", text).partition("->")
     if not arrow:
         raise BadRule(f"the rule {text!r} has no arrow", advice='"m k, k n -> m n"')
     whole: set[str] = set()
@@ -232,6 +243,8 @@ def parse(text: str, linear: str = "") -> Rule:
     made: set[str] = set()
     outputs = tuple(_operand(piece, text, whole, given, made) for piece in right.split(","))
     known = made | {f for row in operands for d in row for f in d.factors}
+    if unknown := [f for pair in together for f in pair if f not in known]:
+        raise BadRule(f"the rule {text!r} cuts {unknown[0]} together with another factor, and no operand has it")
     for f in (f for row in outputs for d in row for f in d.factors):
         if f not in known and f not in whole and f != ONE:
             raise BadRule(
@@ -261,6 +274,7 @@ def parse(text: str, linear: str = "") -> Rule:
         minor,
         masked,
         frozenset(made),
+        together,
     )
 
 

@@ -145,35 +145,26 @@ def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh)
     """
     unused = [s for s in per_axis if s.is_unused]
     menus = [per_axis if n > 1 else unused for n in mesh.shape]
-    wholes: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for strategy in per_axis:
-        if strategy.cut is not None:
-            factors = strategy.cut.factors
-            wholes[factors] = tuple(sizes[f] for f in factors)
     result = []
     for combination in itertools.product(*menus):
-        cuts: dict[tuple[str, ...], list[tuple[Cut, int, int]]] = {}
+        cuts: dict[str, list[tuple[Cut, int, int]]] = {}  # of each factor: it may be cut alone, and with another
         for axis, (strategy, n) in enumerate(zip(combination, mesh.shape, strict=True)):
-            if strategy.cut is not None:
-                cuts.setdefault(strategy.cut.factors, []).append((strategy.cut, axis, n))
-        if all(_holds(wholes[factors], tuple(made)) for factors, made in cuts.items()):
+            for factor in strategy.cut.factors if strategy.cut is not None else ():
+                cuts.setdefault(factor, []).append((strategy.cut, axis, n))
+        if all(_holds(sizes[factor], tuple(made)) for factor, made in cuts.items()):
             result.append(Choice(combination))
     return tuple(result)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _holds(wholes: tuple[int, ...], cuts: tuple[tuple[Cut, int, int], ...]) -> bool:
-    """Whether nested axes can cut factors of these sizes so that every part holds something."""
-    parts = math.prod(n for _, _, n in cuts)
-    if any(cut.even for cut, _, _ in cuts) and any(size % parts for size in wholes):
+def _holds(size: int, cuts: tuple[tuple[Cut, int, int], ...]) -> bool:
+    """Whether nested axes can cut a factor of this size so that every part holds something."""
+    if any(cut.even for cut, _, _ in cuts) and size % math.prod(n for _, _, n in cuts):
         return False
-    for size in wholes:
-        row: CutDim | None = CutDim.whole(size)
-        for cut, axis, n in cuts:
-            row = row.cut(axis, n, cut.blocks) if row else None
-        if row is None:
-            return False
-    return True
+    row: CutDim | None = CutDim.whole(size)
+    for cut, axis, n in cuts:
+        row = row.cut(axis, n, cut.blocks) if row else None
+    return row is not None
 
 
 def storage_strategies(

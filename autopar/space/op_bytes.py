@@ -11,6 +11,7 @@ import torch.fx as fx
 from autopar.graph.graph import TensorType, call_of, info, op_name, type_of
 from autopar.graph.nodes import tensor_operands
 from autopar.ops.entry import facts_of
+from autopar.ops.local import OpOnDevice
 from autopar.sharding.placement import largest_local_shape
 from autopar.sharding.strategies import Choice, gradients, values
 from autopar.space.backward_kernels import Backward, End, Held, backward_on, is_read, port_of
@@ -19,8 +20,8 @@ from autopar.space.local_bytes import LocalBytes, Tensors
 from autopar.space.saved import work_of
 from autopar.space.wiring import Wiring
 
-# bytes, of the shapes of a device's parts by operand
-BytesOf = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
+# bytes, of the shapes of a device's parts by operand, and of the device
+BytesOf = Callable[[Sequence[tuple[int, ...]], OpOnDevice], Sequence[float]]
 
 
 class OpBytes:
@@ -162,21 +163,21 @@ class OpBytes:
         call, part_work = call_of(op), facts_of(op_name(op)).part_work
         assert part_work is not None
         like = (op_name(op), op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
-        return self._by_parts(op, like, lambda held: part_work(call, held, self.kind))
+        return self._by_parts(op, like, lambda held, here: part_work(call, held, self.kind, here))
 
     def _part_keeps(self, op: fx.Node) -> np.ndarray:
         """Bytes that an op's local form keeps for its backward, by choice."""
         call, part_keeps = call_of(op), facts_of(op_name(op)).part_keeps
         assert part_keeps is not None
         like = ("keeps", op_name(op), op.kwargs.get("padding_idx") is None)
-        return self._by_parts(op, like, lambda held: (part_keeps(call, held),))[0]
+        return self._by_parts(op, like, lambda held, here: (part_keeps(call, held, here),))[0]
 
     def _by_parts(self, op: fx.Node, like: object, bytes_of: BytesOf) -> tuple[np.ndarray, ...]:
         """Columns of bytes by choice, from the shapes of the parts of each operand on the fullest device."""
         choices, types = self.wiring.site(op).choices, tuple(map(type_of, tensor_operands(op)))
 
         def made() -> tuple[np.ndarray, ...]:
-            rows = [bytes_of(self._parts(choice, types)) for choice in choices]
+            rows = [bytes_of(self._parts(choice, types), OpOnDevice.fullest(self.bytes.mesh, choice)) for choice in choices]
             return tuple(np.array(column, float) for column in zip(*rows, strict=True))
 
         return self.bytes.once((like, types), (choices,), made)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.graph.graph import call_of, info
-from autopar.ops.entry import exchanges_of, goes_beyond
-from autopar.ops.exchange import FORWARD, WAYS, Exchange
+from autopar.ops.entry import exchanges_of, sends_along
+from autopar.ops.exchange import FORWARD, WAYS, Along, Exchange
+from autopar.ops.local import OpOnDevice
 from autopar.sharding.placement import largest_local_shape
 from autopar.sharding.strategies import Choice, values
 from autopar.space.chosen import Chosen, local_sizes
@@ -37,7 +38,7 @@ def exchange_seconds(prices: OpSeconds, chosen: Chosen, compute: Ways) -> Ways:
 
     `compute` are the seconds of the op itself, which may hide messages.
     """
-    if not compute or not _exchanges_of(chosen):
+    if not compute or not _exchanges_of(chosen, None):
         return ()
     rows, chunks = [], info(chosen.node).chunks
     for i, choice in enumerate(chosen.choices):
@@ -62,23 +63,24 @@ def _exposed(prices: OpSeconds, sent: Sequence[Sent], compute: Mapping[str, floa
 
 def sent_under(prices: OpSeconds, chosen: Chosen, choice: Choice) -> Iterator[Sent]:
     """The messages of an op's local form under a choice, axis by axis."""
-    binding, exchanges, mesh = chosen.binding, _exchanges_of(chosen), prices.mesh
-    if binding is None or not exchanges:
+    binding, mesh = chosen.binding, prices.mesh
+    if binding is None:
         return
-    cuts = [s.cut if goes_beyond(chosen.op, binding, s.cut) else None for s in choice.strategies]
+    cuts = [s.cut if sends_along(chosen.op, binding, s.cut) else None for s in choice.strategies]
     gone = {factor for cut in cuts if cut for factor in cut.factors} | binding.inside
     local = local_sizes(choice, binding.sizes, mesh)
     left = math.prod(n for f, n in local.items() if f not in gone) * chosen.outputs[0].itemsize
     parts = [largest_local_shape(t.shape, values(choice.operand(k)), mesh) for k, t in enumerate(chosen.operands)]
     for axis, cut in enumerate(cuts):
         n = mesh.shape[axis]
-        for e in exchanges if cut else ():
+        along = Along(OpOnDevice.fullest(mesh, choice), mesh.axes[axis])
+        for e in _exchanges_of(chosen, along) if cut else ():
             nbytes = left if e.nbytes is None else e.nbytes(parts, n)
             once = prices.costs.step(e.kind, 0, prices.cluster.levels(mesh, axis, e.kind), nbytes)
             yield Sent(e, axis, e.times(n), e.hides(n), nbytes, once)
 
 
-def _exchanges_of(chosen: Chosen) -> list[Exchange]:
+def _exchanges_of(chosen: Chosen, along: Along | None) -> list[Exchange]:
     """The exchanges of the op's local form, those of backward only where an output needs a gradient."""
     is_trained = any(t.requires_grad for t in chosen.outputs)
-    return [e for e in exchanges_of(call_of(chosen.node)) if e.way == FORWARD or is_trained]
+    return [e for e in exchanges_of(call_of(chosen.node), along) if e.way == FORWARD or is_trained]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.graph.graph import Graph, call_of, info, op_name, type_of
 from autopar.graph.nodes import typed
 from autopar.ops.entry import Line, facts_of, goes_beyond, timed_name
-from autopar.sharding.cost_model import BROADCAST, SUM, SUM_OVER_ROWS, TURNED, UNALIGNED, CostModel, Kernel
+from autopar.ops.local import OpOnDevice
+from autopar.sharding.cost_model import BROADCAST, SUM, SUM_OVER_ROWS, TURNED, UNALIGNED, CostModel, Kernel, Matrices
 from autopar.sharding.placement import largest_local_shape, local_elements
 from autopar.sharding.strategies import Choice, values
 from autopar.space.attention_scores import AttentionScores
@@ -89,6 +90,8 @@ class OpSeconds:
             return Kernels(beside=[(added, self._beside(chosen, SUM, 3))]) if added else Kernels()
         if chosen.node in self.copied:
             return Kernels([self._beside(chosen, TURNED, 2)])
+        if facts.products is not None and chosen.binding is not None:
+            return self._products(chosen)
         kernel = self._own(chosen)
         if facts.free and not self.costs.is_measured(kernel):
             return Kernels()
@@ -103,6 +106,23 @@ class OpSeconds:
             given = self._factors(chosen, kernel)
         sums = [(summed, self._beside(chosen, SUM_OVER_ROWS, 1))] if summed else []
         return Kernels([kernel], given, sums)
+
+    def _products(self, chosen: Chosen) -> Kernels:
+        """The matrix products of an op that has several, each a kernel of its own."""
+        products = facts_of(chosen.op).products
+        assert products is not None
+        call, itemsize = call_of(chosen.node), chosen.outputs[0].itemsize
+        by_choice = [products(call, OpOnDevice.fullest(self.mesh, choice)) for choice in chosen.choices]
+
+        def kernels(way: int) -> Iterator[Kernel]:
+            for sizes in zip(*(of[way] for of in by_choice), strict=True):
+                batch, m, n, k = np.array(sizes, float).T
+                moved = itemsize * batch * (m * n + n * k + m * k)
+                matrices = Matrices(batch, m, n, k)
+                yield Kernel((), chosen.outputs[0].dtype, 2 * batch * m * n * k, moved, moved, is_product=True,
+                             matrices=matrices)  # fmt: skip
+
+        return Kernels(list(kernels(0)), beside=[(1, kernel) for kernel in kernels(1)] if chosen.trained else ())
 
     def _weights_of(self, chosen: Chosen) -> Sequence[tuple[int, Kernel]]:
         """The pass in which a norm's backward sums the gradients of its weights; none for other ops.

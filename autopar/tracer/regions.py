@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint as checkpoints
 
+from autopar.ops.experts import assumed_imbalance
 from autopar.runtime import brief_patches
+from autopar.tracer.experts import experts_of_transformers
 from autopar.tracer.respelled import averages_over_all, cumulative_batch_norm, gamma_rsample
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     if recorder.assumptions.declared.no_padding:
         yield brief_patches.transformers_look_at_masks()
     yield brief_patches.transformers_cache_nothing()
+    yield brief_patches.transformers_experts(experts_of_transformers)
+    yield assumed_imbalance(recorder.assumptions.declared.imbalance)
     what = "seeds or sets torch's generator inside forward"
     advice = "seeding outside the model"
     yield brief_patches.seeding(lambda name, original: _refusing(recorder, name, original, what, advice))

@@ -1,0 +1,295 @@
+"""Experts: each row goes through some of several networks, chosen by a router. One op, whoever wrote them.
+
+    input [t, h], ids [t, k], weights [t, k], up [e, 2 i, h], down [e, h, i]  ->  [t, h]
+
+`t` cut is data parallel, `gate|up` cut is tensor parallel inside experts, `e` cut behind its mask is experts gathered
+or left out, and `e&t` sends rows to their experts. What runs is in `runtime/experts.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from autopar.letters import NotServed
+from autopar.ops.entry import op
+from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange
+from autopar.ops.local import Form, Here, OpCall
+from autopar.ops.rows import parse
+from autopar.runtime.bodies import NotABody, read_body
+from autopar.runtime.experts import Hop, arrivals, experts_op, hops_as_text
+from autopar.runtime.private import plays_all_ranks
+from autopar.sharding.notation import Rule
+from autopar.sharding.placement import largest_local_shape
+
+HALVES, PAIRS, ONE, WHOLE, CLOSED = "gate|up", "(i two:2!)", "i", "whole", ""  # how a body reads the width of `up`
+_SPARE = 1.25  # rows of a round over those of a balanced router
+_IMBALANCE: ContextVar[float] = ContextVar("imbalance", default=1.1)
+
+
+@contextlib.contextmanager
+def assumed_imbalance(factor: float) -> Iterator[None]:
+    """Let experts that are captured in this block be priced for a router that loads the fullest device so."""
+    token = _IMBALANCE.set(factor)
+    try:
+        yield
+    finally:
+        _IMBALANCE.reset(token)
+
+
+def experts(
+    input: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    body: Callable[[Tensor], Tensor] = torch.nn.functional.silu,
+    gated: bool | str = True,
+    transposed: bool = False,
+) -> Tensor:
+    """Send each row through the experts that `ids` names, and add up their results with `weights`.
+
+        out[t] = sum over j of weights[t, j] * (down[e] @ body(up[e] @ input[t] + up_bias[e]) + down_bias[e])
+
+    with e = ids[t, j]; an id that is negative or past the last expert counts nothing. `input` is [rows, h], `ids` and
+    `weights` are [rows, k], `up` is [experts, width, h] and `down` [experts, h, i]; with `transposed` both have their
+    last two dims the other way round. `body` maps rows to rows. With `gated` the width is twice i: by default `up` has
+    the gate's rows and then the others, and body is applied to the gate, which multiplies the others;
+    `gated="interleaved"` says that they alternate. A `body` of the whole width, such as one that clamps, is given with
+    `gated="halves"` or `gated="pairs"`, which says how its rows lie. With `gated=False` there is no gate.
+    """
+    given = input, ids, weights, up, down, up_bias, down_bias
+    function, layout = _whole_body(body, gated)
+    try:
+        found = read_body(function, layout in (HALVES, PAIRS), layout == PAIRS)
+    except NotABody as e:
+        raise NotServed(
+            f"the body of experts is not made of functions of torch on rows alone: {e}",
+            advice="torch functions and methods of tensors, and no question about values",
+        ) from e
+    layout = CLOSED if not found.is_by_rows else layout if found.is_by_columns else WHOLE
+    return experts_by_text(*given, body=found.text, layout=layout, transposed=transposed, imbalance=_IMBALANCE.get())
+
+
+def _whole_body(body: Callable[[Tensor], Tensor], gated: bool | str) -> tuple[Callable[[Tensor], Tensor], str]:
+    """The function from the width of `up` to that of `down`, and how its rows lie."""
+
+    def of_halves(rows: Tensor) -> Tensor:
+        gate, other = rows.chunk(2, -1)
+        return body(gate) * other
+
+    def of_pairs(rows: Tensor) -> Tensor:
+        return body(rows[..., ::2]) * rows[..., 1::2]
+
+    ways = {
+        True: (of_halves, HALVES),
+        "interleaved": (of_pairs, PAIRS),
+        "halves": (body, HALVES),
+        "pairs": (body, PAIRS),
+        False: (body, ONE),
+    }
+    if gated not in ways:
+        raise NotServed(f"gated={gated!r}", advice=" or ".join(map(repr, ways)))
+    return ways[gated]
+
+
+def experts_by_text(
+    input: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    body: str = "",
+    layout: str = HALVES,
+    transposed: bool = False,
+    imbalance: float = 1.1,
+) -> Tensor:
+    """`experts` with a body that has been read; `imbalance` says how it is priced, and changes no value."""
+    given = input, ids, weights, up, down, up_bias, down_bias
+    how = dict(body=body, layout=layout, transposed=transposed, imbalance=imbalance)
+    tensors = [x for x in given if x is not None]
+    if has_torch_function(tensors):
+        made: Tensor = handle_torch_function(experts_by_text, tensors, *given, **how)
+        return made
+    return experts_on_device(*given, body=body, transposed=transposed)
+
+
+def experts_on_device(
+    input: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    body: str = "",
+    transposed: bool = False,
+    hops: str = "",
+    chunk: int = 0,
+    **_: Any,
+) -> Tensor:
+    """What a device computes: with the experts that it holds, and with those to which its rows travel."""
+    matrices = up, down, up_bias, down_bias
+    size = chunk or max(1, ids.numel())
+    made: Tensor = experts_op(input, ids.long(), weights, *matrices, body, transposed, hops, size)[0]
+    return made
+
+
+def rule(arguments: Mapping[str, Any]) -> Rule:
+    """The rule of a call, by how its matrices lie and what its body reads."""
+    layout, transposed = arguments.get("layout", HALVES), arguments.get("transposed", False)
+    if layout == CLOSED:
+        return parse("t! h!, t! k!, t! k!, e! w! v!, e! x! y!, e! w!, e! z! -> t! h!")
+    width, inner = {HALVES: (HALVES, "gate"), PAIRS: (PAIRS, "i"), ONE: ("i", "i"), WHOLE: ("w!", "i!")}[layout]
+    e = "e~&t"
+    up = f"{e} h! {width}" if transposed else f"{e} {width} h!"
+    down = f"{e} {inner} h!" if transposed else f"{e} h! {inner}"
+    return parse(f"t h!, t k!, t k!, {up}, {down}, {e} {width}, {e} h! -> t h!", linear="z, v+a")
+
+
+def hops_at(here: Here, call: OpCall) -> tuple[Hop, ...]:
+    """The axes that cut experts, major first, with what travels along each for a balanced router."""
+    (tokens, _), (_, k), (experts, *_) = (call.arguments[name].shape for name in ("input", "ids", "up"))
+    cut, rows_lie = here.lies(3), here.lies(0)
+    room = largest_local_shape(call.arguments["input"].shape, rows_lie, here.mesh)[0]
+    balanced, found, left = float(room), [], experts
+    for axis in cut.cuts.get(0, []):
+        n = here.mesh.shape[axis]
+        if rows_lie.placements[axis].is_shard:
+            balanced *= n  # rows of a group of devices, among which this one is
+            visits = balanced * _share(experts, -(-left // n), k)
+            rows = max(1, min(room, math.ceil(_SPARE * visits / n)))
+            found.append(Hop(here.mesh.axes[axis], n, left, rows))
+            room = rows * n
+        else:
+            found.append(Hop(here.mesh.axes[axis], n, left, 0, here.coordinate[axis]))
+        left = -(-left // n)
+    return tuple(found)
+
+
+def _share(experts: int, here: int, k: int) -> float:
+    """The share of rows that choose at least one of some experts, if all are equally likely."""
+    return 1.0 - math.comb(experts - here, k) / math.comb(experts, k) if here <= experts - k else 1.0
+
+
+def _pairs(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
+    """Pairs of a row and an expert that a device computes for a balanced router."""
+    (_, k), (experts, *_) = (call.arguments[name].shape for name in ("ids", "up"))
+    rows = largest_local_shape(call.arguments["input"].shape, here.lies(0), here.mesh)[0]
+    local = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)[0]
+    gathered = math.prod(hop.parts for hop in hops if hop.travels)
+    return math.ceil(rows * gathered * k * local / experts)
+
+
+def part_of_experts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
+    """Experts on a device, with the axes along which rows travel or experts of others are left out."""
+    hops = hops_at(here, call)
+    if hops and plays_all_ranks():
+        raise NotServed(
+            "experts of other devices are others on every rank, and LocalTensors run one program for all",
+            at=call.source,
+            advice="autopar.testing.on_threads or on_processes",
+        )
+    pairs = _pairs(here, call, hops)
+    chunk = math.ceil(_SPARE * pairs) if hops else 0
+    return experts_on_device, {**kwargs, "hops": hops_as_text(hops), "chunk": chunk}
+
+
+def _sizes(call: OpCall) -> tuple[int, int, int, int]:
+    """Bytes of a visit's row, of its slots and weights, of its weights; and the hidden width of `down`."""
+    input, weights, down = (call.arguments[name] for name in ("input", "weights", "down"))
+    k = weights.shape[1]
+    inner = down.shape[1 if call.arguments.get("transposed") else 2]
+    return input.shape[1] * input.itemsize, k * (8 + weights.itemsize), k * weights.itemsize, inner
+
+
+def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
+    """Counts, visits with their routes, and results; in backward gradients go the same way and come back."""
+    row, route, share, _ = _sizes(call)
+    hops = hops_at(along.here, call) if along else ()
+    travelling = [hop for hop in hops if hop.travels]
+    place = next((i for i, hop in enumerate(travelling) if along and hop.axis == along.axis), 0)
+    hop = travelling[place] if travelling else Hop("", 2, 2, 1)
+    visits = min(hop.rows, hop.rows / _SPARE * call.arguments.get("imbalance", 1.1)) * hop.parts
+    found = []
+    for way, sizes in ((FORWARD, (row, route, row)), (BACKWARD, (route, row, row, share))):
+        again = (row,) if way == BACKWARD and place else ()  # Inner exchanges send their rows again.
+        found.append(Exchange("all_gather", way, nbytes=lambda parts, n: 8.0 * n * n))
+        if place:
+            found.append(Exchange("all_reduce", way, place, nbytes=lambda parts, n: 8.0))
+        for size in (*sizes, *again):
+            found.append(Exchange("all_to_all", way, nbytes=lambda parts, n, size=size: visits * size * n))
+    return tuple(found)
+
+
+def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """The products [batch, m, k] by [batch, k, n] of a device in forward and backward, as (batch, m, n, k).
+
+    Backward makes the first again. The fullest device has more rows than the mean where experts are divided.
+    """
+    hops = hops_at(here, call)
+    up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
+    down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
+    width, inner = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
+    h = call.arguments["input"].shape[1]
+    rows = _pairs(here, call, hops) * (call.arguments.get("imbalance", 1.1) if hops else 1.0) / up[0]
+    first, second = (up[0], rows, width, h), (up[0], rows, h, inner)
+    back = [(up[0], rows, inner, h), (up[0], inner, h, rows), (up[0], rows, h, width), (up[0], width, h, rows)]
+    return [first, second], [first, *back]
+
+
+def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
+    """Bytes of the rows that arrived from other devices."""
+    return arrivals(hops_at(here, call)) * _sizes(call)[0]
+
+
+def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
+    """Temporary bytes, forward and backward: hidden rows of a chunk, visits of a round, and sums in single precision.
+
+    A chunk has the pairs of a balanced router and a quarter more, so that no routing takes more.
+    """
+    hops = hops_at(here, call)
+    row, route, _, _ = _sizes(call)
+    input, weights = call.arguments["input"], call.arguments["weights"]
+    wide = max(4, input.itemsize, weights.itemsize)
+    width = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
+    inner = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
+    two, one = (width[2], inner[1]) if call.arguments.get("transposed") else (width[1], inner[2])
+    pairs = math.ceil((_SPARE if hops else 1.0) * _pairs(here, call, hops))
+    rows = held[0][0]
+    h = input.shape[1]
+    sums = sum(2 * size * h * wide for size in (rows, *(hop.parts * hop.rows for hop in hops if hop.travels)))
+    visits = sum(hop.parts * hop.rows for hop in hops if hop.travels) * (2 * row + route)
+    forward = pairs * (h + max(two + one, one + h)) * input.itemsize + sums + visits
+    backward = pairs * ((3 * h + 2 * two + 2 * one) * input.itemsize + one * wide) + 2 * sums + 2 * visits
+    return int(forward), int(backward)
+
+
+op(
+    "experts",
+    experts_by_text,
+    "input:T, ids:T, weights:T, up:T, down:T, up_bias:T=None, down_bias:T=None, body='', layout='gate|up', "
+    "transposed=False, imbalance=1.1",
+    rule=rule,
+    serves="~&",
+    form=part_of_experts,
+    counts="e",
+    exchanges=exchanged,
+    keeps="input ids weights up down up_bias down_bias",
+    part_keeps=kept_beside,
+    part_work=work_of_part,
+    products=products,
+    joint=True,
+)

@@ -1,0 +1,214 @@
+"""Bodies: functions from rows to rows as text, so that an op can have one among its arguments.
+
+    {"steps": [["method", "chunk", [["v", 0], 2], {"dim": -1}], ...], "gives": ["v", 5]}
+
+A text names functions of torch and methods of tensors, numbers and earlier values; `["v", 0]` are the rows. It is equal
+for equal functions, can be hashed and saved, and says nothing about sizes: it runs on any number of rows, and on a part
+of each row where `is_by_columns`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+_HOMES = {"torch": torch, "F": F, "operator": operator}
+T = TypeVar("T")
+_TRIED_ROWS, _TRIED_COLUMNS = 6, 8
+
+
+class NotABody(Exception):
+    """What a function does cannot be said as a body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A function from rows to rows, and what was found when it was tried."""
+
+    text: str
+    is_by_rows: bool  # each row of the result follows from one row
+    is_by_columns: bool  # and a part of each row from the same part of the row, or of each of its two halves
+
+
+def read_body(function: Callable[[Tensor], Tensor], halves: bool, is_interleaved: bool = False) -> Body:
+    """The body that a function computes; raises `NotABody` where it cannot be told without values.
+
+    With `halves` its rows are two halves end to end, or pairs where they are interleaved, and the result has half the
+    columns. It is tried in a thread of its own, where no capture sees it.
+    """
+    return _in_a_thread(lambda: _tried(function, halves, is_interleaved))
+
+
+def _in_a_thread(make: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(make).result()
+
+
+def _tried(function: Callable[[Tensor], Tensor], halves: bool, is_interleaved: bool) -> Body:
+    text = _text_of(function)
+    run = run_body(text)
+    generator = torch.Generator().manual_seed(0)
+    width = _TRIED_COLUMNS * (2 if halves else 1)
+    rows = 3 * torch.randn(_TRIED_ROWS, width, generator=generator, dtype=torch.float64)
+    try:
+        whole = run(rows)
+        own = function(rows)
+    except Exception as e:
+        raise NotABody(f"{type(e).__name__}: {e}") from e
+    if whole.shape != (_TRIED_ROWS, _TRIED_COLUMNS) or not torch.equal(whole, own):
+        raise NotABody(f"it makes {list(whole.shape)} of {list(rows.shape)}")
+    half = _TRIED_ROWS // 2
+    is_by_rows = torch.allclose(torch.cat([run(rows[:half]), run(rows[half:])]), whole, 1e-12, 1e-12)
+    split = (lambda x: x.chunk(2, -1)) if not halves or is_interleaved else _parts_of_halves
+    by_parts = torch.cat([run(part) for part in split(rows)], -1)
+    return Body(text, is_by_rows, torch.allclose(by_parts, whole, 1e-12, 1e-12))
+
+
+def _parts_of_halves(rows: Tensor) -> Sequence[Tensor]:
+    first, second = rows.chunk(2, -1)
+    return [torch.cat(pair, -1) for pair in zip(first.chunk(2, -1), second.chunk(2, -1), strict=True)]
+
+
+def _text_of(function: Callable[[Tensor], Tensor]) -> str:
+    """What a function does, traced on a symbol: nothing that it asks about values can be answered."""
+
+    class Root(nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            return function(rows)
+
+    class Opened(fx.Tracer):
+        def is_leaf_module(self, *_: Any) -> bool:
+            return False
+
+        def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+    try:
+        graph = Opened().trace(Root())
+    except Exception as e:  # whatever a symbol is not, such as an answer to a question
+        raise NotABody(f"{type(e).__name__}: {e}") from e
+    graph.eliminate_dead_code()
+    places: dict[fx.Node, int] = {}
+    steps = []
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            args, kwargs = _written(node.args, places), _written(node.kwargs, places)
+            name = node.target if node.op == "call_method" else _name_of(node.target)
+            steps.append(["method" if node.op == "call_method" else "function", name, args, kwargs])
+        elif node.op not in ("placeholder", "output"):
+            raise NotABody(f"it reads {node.target}")
+        if node.op != "output":
+            places[node] = len(places)
+    return json.dumps({"steps": steps, "gives": _written(graph.output_node().args[0], places)}, sort_keys=True)
+
+
+def _name_of(function: Any) -> str:
+    if function is getattr:
+        return "getattr"
+    for home, module in _HOMES.items():
+        name = getattr(function, "__name__", "")
+        if getattr(module, name, None) is function:
+            return f"{home}.{name}"
+    raise NotABody(f"it calls {function}")
+
+
+def _written(value: Any, places: dict[fx.Node, int]) -> Any:
+    """An argument as JSON: everything but numbers, texts and None is a list that begins with its kind."""
+    if isinstance(value, fx.Node):
+        return ["v", places[value]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return ["tuple", *(_written(v, places) for v in value)]
+    if isinstance(value, dict):
+        return {k: _written(v, places) for k, v in value.items()}
+    if isinstance(value, slice):
+        return ["slice", *(_written(v, places) for v in (value.start, value.stop, value.step))]
+    if value is Ellipsis:
+        return ["..."]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    raise NotABody(f"it takes {value!r}")
+
+
+def _read(said: Any, values: Sequence[Any]) -> Any:
+    """What `_written` wrote, with values in their places."""
+    if isinstance(said, dict):
+        return {k: _read(v, values) for k, v in said.items()}
+    if not isinstance(said, list):
+        return said
+    kind, *rest = said
+    if kind == "v":
+        return values[rest[0]]
+    if kind == "...":
+        return Ellipsis
+    if kind == "dtype":
+        return getattr(torch, rest[0])
+    made = [_read(v, values) for v in rest]
+    return slice(*made) if kind == "slice" else tuple(made)
+
+
+@functools.cache
+def run_body(text: str) -> Callable[[Tensor], Tensor]:
+    """The function that a text says."""
+    said = json.loads(text)
+    steps = [(_function(kind, name), args, kwargs) for kind, name, args, kwargs in said["steps"]]
+
+    def run(rows: Tensor) -> Tensor:
+        values: list[Any] = [rows]
+        for function, args, kwargs in steps:
+            given = _read(args, values)
+            values.append(function(*given, **_read(kwargs, values)))
+        result: Tensor = _read(said["gives"], values)
+        return result
+
+    return run
+
+
+def _function(kind: str, name: str) -> Callable[..., Any]:
+    if kind == "method":
+        return lambda x, *args, **kwargs: getattr(x, name)(*args, **kwargs)
+    if name == "getattr":
+        return getattr
+    home, _, name = name.partition(".")
+    found: Callable[..., Any] = getattr(_HOMES[home], name)
+    return found
+
+
+def gradient_of_body(text: str, rows: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a body's rows from that of its result; it also works where autograd is off."""
+    made: Tensor = _derived(text, rows.dtype, gradient.dtype, rows.device.type)(rows, gradient)
+    return made
+
+
+@functools.cache
+def _derived(text: str, dtype: torch.dtype, result: torch.dtype, device: str) -> Callable[..., Any]:
+    """A body's backward as a graph of any number of rows and columns.
+
+    It is derived in a thread of its own, as autograd and tracing do not work inside a kernel.
+    """
+
+    def backward(rows: Tensor, gradient: Tensor) -> Tensor:
+        with torch.enable_grad():
+            rows = rows.detach().requires_grad_()
+            made: Tensor
+            (made,) = torch.autograd.grad(run_body(text)(rows), rows, gradient)
+        return made
+
+    def derive() -> Callable[..., Any]:
+        rows = torch.zeros(6, 16, dtype=dtype, device=device)
+        like = run_body(text)(rows)
+        return make_fx(backward, tracing_mode="symbolic")(rows, torch.zeros_like(like, dtype=result))
+
+    return _in_a_thread(derive)
