@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # Type checkers and editors read these; a program gets a name
     from autopar.module.step_log import log as log
     from autopar.module.watch import watch as watch
     from autopar.ops.declare import rule as rule
+    from autopar.ops.experts import experts as experts
     from autopar.sharding.cluster import Cluster as Cluster
     from autopar.sharding.mesh import DeviceMesh as DeviceMesh
     from autopar.sharding.placement import P as P
@@ -67,6 +68,7 @@ _HOME = {  # public name -> the module that holds it
     "Precision": "autopar.tracer.precision",
     "Assume": "autopar.graph.graph",
     "rule": "autopar.ops.declare",
+    "experts": "autopar.ops.experts",
     "R": "autopar.sharding.placement",
     "S": "autopar.sharding.placement",
     "P": "autopar.sharding.placement",

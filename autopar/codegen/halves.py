@@ -204,8 +204,8 @@ def bind(graph: fx.Graph, axes: dict[str, Axis]) -> fx.GraphModule:
                     attribute = "axis_" + "".join(c if c.isalnum() else "_" for c in name)
                     with bound.inserting_before(next(iter(bound.nodes))):
                         given[name] = bound.get_attr(attribute)
-            axes = given[named] if isinstance(named, str) else tuple(given[name] for name in named)
-            node.args = (node.args[0], axes, *node.args[2:])
+            bound_to = given[named] if isinstance(named, str) else tuple(given[name] for name in named)
+            node.args = (node.args[0], bound_to, *node.args[2:])
     module = fx.GraphModule({n.target: axes[name] for name, n in given.items()}, bound)
     return module
 
@@ -217,7 +217,7 @@ def _described_in(*graphs: fx.Graph) -> tuple[str, ...]:
 def _described(node: fx.Node) -> str:
     """A collective as it travels: begun beside others or not, and as one message of one tensor or alone."""
     if node.target in _SENDING:
-        return f"{node.target.__name__}@{node.args[1]} {node.args[-2]}"
+        return f"{node.target.__name__}@{','.join(node.args[1])} {node.meta['val'][0].dtype}"
     operands, axis, *numbers = node.args[0].args if node.target in BEGIN.values() else node.args
     values = node.meta["val"] if isinstance(operands, (list, tuple)) else [node.meta["val"]]
     name = node.target.__name__.removeprefix("begin_").removesuffix("_bucket")

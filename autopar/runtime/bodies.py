@@ -20,8 +20,11 @@ from typing import Any, TypeVar
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.proxy import GraphAppendingTracer
+
+from autopar.runtime.private import TRACING
 
 _HOMES = {"torch": torch, "F": F, "operator": operator}
 T = TypeVar("T")
@@ -81,36 +84,25 @@ def _parts_of_halves(rows: Tensor) -> Sequence[Tensor]:
 
 
 def _text_of(function: Callable[[Tensor], Tensor]) -> str:
-    """What a function does, traced on a symbol: nothing that it asks about values can be answered."""
-
-    class Root(nn.Module):
-        def forward(self, rows: Tensor) -> Tensor:
-            return function(rows)
-
-    class Opened(fx.Tracer):
-        def is_leaf_module(self, *_: Any) -> bool:
-            return False
-
-        def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
-
+    """What a function does, found by running it on a symbol: nothing that it asks about values can be answered."""
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    places = {rows: 0}
     try:
-        graph = Opened().trace(Root())
+        made = function(fx.Proxy(rows, GraphAppendingTracer(graph)))  # type: ignore[arg-type]
     except Exception as e:  # whatever a symbol is not, such as an answer to a question
         raise NotABody(f"{type(e).__name__}: {e}") from e
-    graph.eliminate_dead_code()
-    places: dict[fx.Node, int] = {}
+    if not isinstance(made, fx.Proxy):
+        raise NotABody("its result does not follow from its rows")
     steps = []
     for node in graph.nodes:
-        if node.op in ("call_function", "call_method"):
+        if node is not rows:
             args, kwargs = _written(node.args, places), _written(node.kwargs, places)
-            name = node.target if node.op == "call_method" else _name_of(node.target)
-            steps.append(["method" if node.op == "call_method" else "function", name, args, kwargs])
-        elif node.op not in ("placeholder", "output"):
-            raise NotABody(f"it reads {node.target}")
-        if node.op != "output":
+            is_method = node.op == "call_method"
+            name = node.target if is_method else _name_of(node.target)
+            steps.append(["method" if is_method else "function", name, args, kwargs])
             places[node] = len(places)
-    return json.dumps({"steps": steps, "gives": _written(graph.output_node().args[0], places)}, sort_keys=True)
+    return json.dumps({"steps": steps, "gives": ["v", places[made.node]]}, sort_keys=True)
 
 
 def _name_of(function: Any) -> str:
@@ -188,7 +180,9 @@ def _function(kind: str, name: str) -> Callable[..., Any]:
 
 def gradient_of_body(text: str, rows: Tensor, gradient: Tensor) -> Tensor:
     """The gradient of a body's rows from that of its result; it also works where autograd is off."""
-    made: Tensor = _derived(text, rows.dtype, gradient.dtype, rows.device.type)(rows, gradient)
+    with TRACING:  # one at a time, also where ranks are threads
+        backward = _derived(text, rows.dtype, gradient.dtype, rows.device.type)
+    made: Tensor = backward(rows, gradient)
     return made
 
 

@@ -86,8 +86,12 @@ class Recording:
         for tensor, node in zip(tensors, nodes, strict=True):
             wants = tensor.requires_grad and info(node).outputs[0].requires_grad
             types.append(replace(TensorType.of(tensor), requires_grad=wants))
+        taken = {info(node).key for node in self.graph.nodes if node.op in ("placeholder", "get_attr")}
+        key = "out"
+        while key in taken:  # a parameter, a buffer or an input may have the name
+            key += "_"
         output = self.graph.output(tuple(nodes))
-        output.meta["info"] = Info("out", "output", tuple(types))
+        output.meta["info"] = Info(key, "output", tuple(types))
 
     def inputs(self) -> list[fx.Node]:
         """The placeholders."""
