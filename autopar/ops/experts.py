@@ -264,16 +264,16 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     row, route, _, _ = _sizes(call)
     input, weights = call.arguments["input"], call.arguments["weights"]
     wide = max(4, input.itemsize, weights.itemsize)
-    width = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
-    inner = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
-    two, one = (width[2], inner[1]) if call.arguments.get("transposed") else (width[1], inner[2])
+    up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
+    down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
+    two, one = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
     pairs = math.ceil((_SPARE if hops else 1.0) * _pairs(here, call, hops))
-    rows = held[0][0]
     h = input.shape[1]
-    sums = sum(2 * size * h * wide for size in (rows, *(hop.parts * hop.rows for hop in hops if hop.travels)))
-    visits = sum(hop.parts * hop.rows for hop in hops if hop.travels) * (2 * row + route)
-    forward = pairs * (h + max(two + one, one + h)) * input.itemsize + sums + visits
-    backward = pairs * ((3 * h + 2 * two + 2 * one) * input.itemsize + one * wide) + 2 * sums + 2 * visits
+    visits = [held[0][0], *(hop.parts * hop.rows for hop in hops if hop.travels)]
+    on_the_way = sum(visits[1:]) * (2 * row + route)
+    sums = visits[-1] * h * (2 * input.itemsize + wide)
+    forward = pairs * (h + max(two + 2 * one, one + h)) * input.itemsize + sums + on_the_way
+    backward = pairs * (h + 2 * two + 3 * one) * input.itemsize + sums + 2 * on_the_way
     return int(forward), int(backward)
 
 

@@ -79,6 +79,14 @@ class _Matrices:
     def add(self, name: str, gradient: Tensor) -> None:
         self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
 
+    def add_bias(self, name: str, gradient: Tensor, experts: Tensor, ends: Tensor) -> None:
+        """Add the sums of each expert's rows to the gradient of a bias, if there is one."""
+        bias: Tensor | None = getattr(self, name)
+        if bias is not None:
+            is_there = torch.arange(gradient.shape[0], device=gradient.device) < ends[-1]
+            summed = torch.zeros(bias.shape, dtype=_wide(bias), device=bias.device)
+            self.add(name, summed.index_add_(0, experts, torch.where(is_there[:, None], gradient, 0).to(summed.dtype)))
+
     def gradient(self, name: str) -> Tensor | None:
         of = getattr(self, name)
         found = None if of is None else self.gradients.get(name)
@@ -116,6 +124,16 @@ class _Sorted:
         is_there = (place >= 0) & (place < last - first) & self.here[:, j]
         return place.clamp(0, max(0, last - first - 1)), is_there
 
+    def add_to(self, out: Tensor, made: Tensor, first: int, last: int, weights: Tensor | None = None) -> None:
+        """Add what was made of some pairs to their rows, slot by slot: a fixed order, as atomic sums have none."""
+        for j in range(self.slots):
+            place, is_there = self.slot(j, first, last)
+            share = torch.where(is_there[:, None], made[place], 0)  # rows of no expert are arbitrary
+            if weights is None:
+                out.add_(share)
+            else:
+                out.addcmul_(share.to(out.dtype), weights[:, j, None].to(out.dtype))
+
 
 def _wide(*tensors: Tensor) -> torch.dtype:
     """The dtype in which results of several experts are added up."""
@@ -128,54 +146,55 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 def _computed(x: Tensor, ids: Tensor, weights: Tensor, of: _Matrices, is_whole: bool) -> Tensor:
     """The weighted sums of what this device's experts make of its rows."""
     pairs = _Sorted(ids, of.up.shape[0], is_whole)
-    wide = _wide(x, weights)
-    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    out = torch.zeros(x.shape, dtype=_wide(x, weights), device=x.device)
     for first, last in pairs.chunks(of.chunk):
         rows, experts, ends = pairs.of(first, last)
         hidden = run_body(of.body)(of.hidden(x[rows], experts, ends))
         made = product_by_groups(hidden, of.down, ends, not of.transposed)
+        del hidden
         if of.down_bias is not None:
             made = made + of.down_bias[experts]
-        for j in range(pairs.slots):
-            place, is_there = pairs.slot(j, first, last)
-            share = made[place].to(wide) * weights[:, j, None].to(wide)
-            out += torch.where(is_there[:, None], share, 0)
+        pairs.add_to(out, made, first, last, weights)
     return out.to(x.dtype)
 
 
 def _computed_back(
     x: Tensor, ids: Tensor, weights: Tensor, gradient: Tensor, of: _Matrices, is_whole: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and weights; those of matrices are added to `of`."""
+    """The gradients of rows and weights; those of matrices are added to `of`.
+
+    What is no longer read is freed at once: hidden rows are the largest tensors of a step.
+    """
     pairs = _Sorted(ids, of.up.shape[0], is_whole)
-    wide = _wide(x, weights)
-    of_x = torch.zeros(x.shape, dtype=wide, device=x.device)
-    of_weights = torch.zeros(weights.shape, dtype=wide, device=x.device)
+    of_x = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
+    of_weights = torch.zeros(weights.shape, dtype=_wide(x, weights), device=x.device)
     for first, last in pairs.chunks(of.chunk):
         rows, experts, ends = pairs.of(first, last)
         given = x[rows]
         before = of.hidden(given, experts, ends)
         hidden = run_body(of.body)(before)
-        share = weights.flatten()[pairs.order[first:last], None].to(wide)
         comes = gradient[rows]
-        unweighted = product_by_groups(comes, of.down, ends, of.transposed)  # of the hidden rows, without weights
-        of_share = (unweighted.to(wide) * hidden.to(wide)).sum(-1)
+        of_hidden = product_by_groups(comes, of.down, ends, of.transposed)  # without weights so far
+        of_share = torch.bmm(of_hidden[:, None], hidden[..., None])[:, 0]
         if of.down_bias is not None:
-            of_share = of_share + (comes.to(wide) * of.down_bias[experts].to(wide)).sum(-1)
-        weighted = (comes.to(wide) * share).to(x.dtype)
-        of.add("down", _laid_out(weighted, hidden, ends, of.transposed))
-        of_hidden = gradient_of_body(of.body, before, (unweighted.to(wide) * share).to(hidden.dtype))
-        of.add("up", _laid_out(of_hidden, given, ends, of.transposed))
-        for name, made in (("down_bias", weighted), ("up_bias", of_hidden)):
-            if (bias := getattr(of, name)) is not None:
-                there = torch.arange(made.shape[0], device=made.device) < ends[-1]
-                added = torch.where(there[:, None], made.to(wide), 0)
-                of.add(name, torch.zeros(bias.shape, dtype=wide, device=x.device).index_add_(0, experts, added))
-        back = product_by_groups(of_hidden, of.up, ends, of.transposed)
+            of_share = of_share + torch.bmm(comes[:, None], of.down_bias[experts][..., None])[:, 0]
+        share = weights.flatten()[pairs.order[first:last], None]
+        torch.mul(comes, share, out=comes)
+        of.add("down", _laid_out(comes, hidden, ends, of.transposed))
+        of.add_bias("down_bias", comes, experts, ends)
+        del hidden, comes
+        torch.mul(of_hidden, share, out=of_hidden)
+        of_before = gradient_of_body(of.body, before, of_hidden)
+        del before, of_hidden
+        of.add("up", _laid_out(of_before, given, ends, of.transposed))
+        of.add_bias("up_bias", of_before, experts, ends)
+        del given
+        back = product_by_groups(of_before, of.up, ends, of.transposed)
+        del of_before
+        pairs.add_to(of_x, back, first, last)
         for j in range(pairs.slots):
             place, is_there = pairs.slot(j, first, last)
-            of_x += torch.where(is_there[:, None], back[place].to(wide), 0)
-            of_weights[:, j] += torch.where(is_there, of_share[place], 0)
+            of_weights[:, j] += torch.where(is_there, of_share[place, 0], 0)
     return of_x.to(x.dtype), of_weights.to(weights.dtype)
 
 
