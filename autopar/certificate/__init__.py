@@ -2,8 +2,8 @@
 
     types.py    how a value lies, axis by axis, seen from what one device holds
     readings.py which dims of a view have the rows and the cuts of those of its operand
-    rules.py    the result types of each op: elementwise.py, views.py, reductions.py, products.py and layers.py have a
-                rule for each, over calls.py
+    rules.py    the result types of each op: elementwise.py, views.py, reductions.py, products.py, layers.py and
+                experts.py have a rule for each, over calls.py
     steps.py    what each collective, and each local step, changes
     walk.py     forward and backward of a program, from how parameters are stored to how gradients have to lie
 

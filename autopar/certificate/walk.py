@@ -34,12 +34,14 @@ from autopar.certificate.undone_views import UndoneViews
 from autopar.certificate.views import VIEWS
 from autopar.letters import NotCertified, NotServed
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
+from autopar.runtime.experts import EXCHANGING
 from autopar.runtime.private import OpOverload
 
 VARIABLE = "AUTOPAR_CERTIFICATE"  # "off": programs are run without one
 _STEPS = {f: name for name, f in STEPS.items()}
 _PACKED = {f: name for name, f in PACK.items()}
 _BEGUN = frozenset(BEGIN.values())
+_OPS = {function: op for op, function in EXCHANGING.items()}
 _BUCKET = "_bucket"  # ends the name of a step of several values
 _SUMS = frozenset(f for f, name in (_STEPS | _PACKED).items() if "reduce" in name and "max" not in name)
 _ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))
@@ -303,6 +305,8 @@ class _Walk:
             return Type(free(call.shapes[0]))
         if str(target) == "aten.sub.Tensor" and node.args[0] is node.args[1]:
             return replace(args[0], is_zero=True)
+        if target in _OPS:  # its second argument are axes, which the hops name as well
+            return self._typed(_OPS[target], replace(call, args=(call.args[0], *call.args[2:])))
         if is_body_known(target):
             return self._as_its_body(node, call)
         if str(target) in VIEWS:

@@ -23,13 +23,13 @@ from autopar.ops.entry import op
 from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import parse
-from autopar.runtime.bodies import NotABody, read_body
+from autopar.runtime.bodies import HALVES, ONE, PAIRS, NotABody, read_body
 from autopar.runtime.experts import Hop, arrivals, experts_op, hops_as_text
 from autopar.runtime.private import plays_all_ranks
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import largest_local_shape
 
-HALVES, PAIRS, ONE, WHOLE, CLOSED = "gate|up", "(i two:2!)", "i", "whole", ""  # how a body reads the width of `up`
+WHOLE, CLOSED = "whole", ""  # bodies that read all columns of a row, or several rows
 _SPARE = 1.25  # rows of a round over those of a balanced router
 _IMBALANCE: ContextVar[float] = ContextVar("imbalance", default=1.1)
 
@@ -71,7 +71,7 @@ def experts(
     given = input, ids, weights, up, down, up_bias, down_bias
     function, layout = _whole_body(body, gated)
     try:
-        found = read_body(function, layout in (HALVES, PAIRS), layout == PAIRS)
+        found = read_body(function, layout)
     except NotABody as e:
         raise NotServed(
             f"the body of experts is not made of functions of torch on rows alone: {e}",

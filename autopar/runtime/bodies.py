@@ -26,6 +26,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from autopar.runtime.private import TRACING
 
+HALVES, PAIRS, ONE = "gate|up", "(i two:2!)", "i"  # how the columns of rows lie, in the notation of rules
 _HOMES = {"torch": torch, "F": F, "operator": operator}
 T = TypeVar("T")
 _TRIED_ROWS, _TRIED_COLUMNS = 6, 8
@@ -44,13 +45,13 @@ class Body:
     is_by_columns: bool  # and a part of each row from the same part of the row, or of each of its two halves
 
 
-def read_body(function: Callable[[Tensor], Tensor], halves: bool, is_interleaved: bool = False) -> Body:
+def read_body(function: Callable[[Tensor], Tensor], layout: str) -> Body:
     """The body that a function computes; raises `NotABody` where it cannot be told without values.
 
-    With `halves` its rows are two halves end to end, or pairs where they are interleaved, and the result has half the
-    columns. It is tried in a thread of its own, where no capture sees it.
+    Its rows have two halves end to end, of which its result has one, or pairs; or as many columns as its result. It is
+    tried in a thread of its own, where no capture sees it.
     """
-    return _in_a_thread(lambda: _tried(function, halves, is_interleaved))
+    return _in_a_thread(lambda: _tried(function, layout))
 
 
 def _in_a_thread(make: Callable[[], T]) -> T:
@@ -58,11 +59,11 @@ def _in_a_thread(make: Callable[[], T]) -> T:
         return pool.submit(make).result()
 
 
-def _tried(function: Callable[[Tensor], Tensor], halves: bool, is_interleaved: bool) -> Body:
-    text = _text_of(function)
+def _tried(function: Callable[[Tensor], Tensor], layout: str) -> Body:
+    text = _text_of(function, layout)
     run = run_body(text)
     generator = torch.Generator().manual_seed(0)
-    width = _TRIED_COLUMNS * (2 if halves else 1)
+    width = _TRIED_COLUMNS * (1 if layout == ONE else 2)
     rows = 3 * torch.randn(_TRIED_ROWS, width, generator=generator, dtype=torch.float64)
     try:
         whole = run(rows)
@@ -73,8 +74,8 @@ def _tried(function: Callable[[Tensor], Tensor], halves: bool, is_interleaved: b
         raise NotABody(f"it makes {list(whole.shape)} of {list(rows.shape)}")
     half = _TRIED_ROWS // 2
     is_by_rows = torch.allclose(torch.cat([run(rows[:half]), run(rows[half:])]), whole, 1e-12, 1e-12)
-    split = (lambda x: x.chunk(2, -1)) if not halves or is_interleaved else _parts_of_halves
-    by_parts = torch.cat([run(part) for part in split(rows)], -1)
+    parts = _parts_of_halves(rows) if layout == HALVES else rows.chunk(2, -1)
+    by_parts = torch.cat([run(part) for part in parts], -1)
     return Body(text, is_by_rows, torch.allclose(by_parts, whole, 1e-12, 1e-12))
 
 
@@ -83,7 +84,7 @@ def _parts_of_halves(rows: Tensor) -> Sequence[Tensor]:
     return [torch.cat(pair, -1) for pair in zip(first.chunk(2, -1), second.chunk(2, -1), strict=True)]
 
 
-def _text_of(function: Callable[[Tensor], Tensor]) -> str:
+def _text_of(function: Callable[[Tensor], Tensor], layout: str) -> str:
     """What a function does, found by running it on a symbol: nothing that it asks about values can be answered."""
     graph = fx.Graph()
     rows = graph.placeholder("rows")
@@ -102,7 +103,13 @@ def _text_of(function: Callable[[Tensor], Tensor]) -> str:
             name = node.target if is_method else _name_of(node.target)
             steps.append(["method" if is_method else "function", name, args, kwargs])
             places[node] = len(places)
-    return json.dumps({"steps": steps, "gives": ["v", places[made.node]]}, sort_keys=True)
+    return json.dumps({"steps": steps, "gives": ["v", places[made.node]], "layout": layout}, sort_keys=True)
+
+
+def layout_of(text: str) -> str:
+    """How the columns of a body's rows lie, in the notation of rules."""
+    found: str = json.loads(text)["layout"]
+    return found
 
 
 def _name_of(function: Any) -> str:

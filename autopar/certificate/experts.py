@@ -1,0 +1,119 @@
+"""Rules of experts: rows that travel, experts of others that are left out, hidden rows that are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.certificate.calls import TypedCall, rule, types_in
+from autopar.certificate.elementwise import met
+from autopar.certificate.types import Dim, Refused, Type, axes_of, joined, without
+from autopar.runtime.bodies import HALVES, layout_of
+from autopar.runtime.experts import hops_of
+
+_Axes = frozenset[str]
+_BEFORE_TEXTS = -4  # place of the body among the arguments
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """What each axis does to experts, on types that are settled along axes of which nothing is known."""
+
+    lost: _Axes
+    rows: Dim  # of the input, of ids and of weights
+    travels: _Axes
+    left_out: _Axes  # axes along which a device leaves out experts of others
+    hidden: _Axes  # axes that cut hidden rows
+    of_weights: _Axes  # axes along which weights are a part of a sum
+    of_down: _Axes  # axes along which the last matrices are
+
+    @property
+    def summed(self) -> _Axes:
+        """Axes along which each device has a part of each row's result."""
+        return self.left_out | self.hidden
+
+
+def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
+    given = call.args[:7]
+    lost = frozenset(a for t in types_in([given, list(more)]) for a in t.open)
+    x, ids, weights, up, down, up_bias, down_bias = (
+        replace(t, dims=tuple(without(dim, lost) for dim in t.dims), sums=t.sums - lost, open=lost) if t else None
+        for t in given
+    )
+    assert x and ids and weights and up and down
+    body, transposed, hops = call.args[_BEFORE_TEXTS:-1]
+    tall = [replace(t, dims=t.dims[:1]) for t in (x, ids, weights, *more)]
+    rows = met(tall, 0, 1, x.shape[0], lost)
+    for t in (x, ids, weights, *more):
+        if axes_of(t.dims[1:]):
+            raise Refused(f"rows of experts lie as {t}", "each of them is whole")
+    travels = frozenset(hop.axis for hop in hops_of(hops) if hop.travels) - lost
+    left_out = frozenset(hop.axis for hop in hops_of(hops) if not hop.travels) - lost
+    by = [a for a in (hop.axis for hop in hops_of(hops)) if a not in lost]
+    for t in (up, down, up_bias, down_bias):
+        if t and axes_of(t.dims[:1]) != by:
+            raise Refused(f"experts are told apart along {by}, and matrices lie as {t}", "they are cut by these axes")
+    if not travels <= frozenset(axes_of([rows])):
+        raise Refused(f"rows travel along {sorted(travels)}, and lie as {x}", "these axes cut them")
+    if both := left_out & frozenset(axes_of([rows])):
+        raise Refused(f"{sorted(both)} cuts rows and experts", "rows travel there")
+    hidden = _hidden(up, down, up_bias, transposed, layout_of(body))
+    for t in (x, ids, up, up_bias):
+        if t and (t.sums | t.most) - lost:
+            raise Refused(f"it lies as {t}", "what experts read is summed before")
+    if down_bias and down_bias.sums != down.sums | hidden:
+        raise Refused(
+            f"the last bias lies as {down_bias}, and the last matrices as {down}",
+            "both are parts of one sum, else the bias counts more than once",
+        )
+    if both := weights.sums & (down.sums | left_out | hidden):
+        raise Refused(f"a part of a sum over {sorted(both)} is summed over it once more", "one of them")
+    return _Ways(lost, rows, travels, left_out, hidden, weights.sums, down.sums)
+
+
+def _hidden(up: Type, down: Type, up_bias: Type | None, transposed: bool, layout: str) -> _Axes:
+    """The axes that cut hidden rows, of the first matrices and the last ones alike."""
+    out, inner = (2, 1) if transposed else (1, 2)
+    width, other = up.dims[out], down.dims[inner]
+    axes = axes_of([width])
+    cut = axes_of([other])
+    are_alike = axes == cut and (up_bias is None or up_bias.dims[1] == width)
+    if are_alike and axes and layout == HALVES:  # Each device has the same part of both halves.
+        are_alike = width == joined([(2, ()), *other])
+    if not are_alike or axes_of([up.dims[3 - out], down.dims[3 - inner]]):
+        raise Refused(f"matrices of experts lie as {up} and {down}", "hidden rows are cut alike in both")
+    return frozenset(axes)
+
+
+@rule("autopar.experts.default")
+def _experts(call: TypedCall) -> list[Type]:
+    ways = _ways(call)
+    x = call.args[0]
+    sums = ways.summed | ways.of_weights | ways.of_down
+    out = Type((ways.rows, x.dims[1]), sums=sums, open=ways.lost)
+    there = ((call.shapes[1][0], tuple(axes_of([ways.rows]))),)  # A device has rows of its own there.
+    return [out, Type((there, x.dims[1]), open=ways.lost)]
+
+
+@rule("autopar.experts_backward.default")
+def _experts_back(call: TypedCall) -> list[Type]:
+    gradient = call.args[8]
+    ways = _ways(call, [gradient])
+    x, _, weights, up, down, up_bias, down_bias = call.args[:7]
+    if both := gradient.sums & (ways.summed | ways.of_weights | ways.of_down):
+        raise Refused(f"a part of a sum over {sorted(both)} is summed over it once more", "it is summed before")
+    comes = gradient.sums - ways.lost
+    over_rows = comes | (frozenset(axes_of([ways.rows])) - ways.travels)  # Rows of other devices come along the rest.
+    sums = [
+        (x, comes | ways.summed | ways.of_weights | ways.of_down),
+        (weights, comes | ways.summed | ways.of_down),
+        (up, over_rows | ways.of_weights | ways.of_down),
+        (down, over_rows | ways.of_weights),
+        (up_bias, over_rows | ways.of_weights | ways.of_down),
+        (down_bias, over_rows | ways.of_weights),
+    ]
+    return [
+        Type(tuple(without(dim, ways.lost) for dim in of.dims), sums=by, open=ways.lost)
+        for of, by in sums
+        if of is not None
+    ]
