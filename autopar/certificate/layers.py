@@ -256,6 +256,47 @@ def _scattered(call: TypedCall) -> Type:
     return Type(tuple(dims), open=lost).opened(own if len(own) > 1 else ())
 
 
+@rule("topk.default", "sort.default", "sort.stable")
+def _largest_of_rows(call: TypedCall) -> list[Type]:
+    """Values and places of the largest entries along a dim, of which a device has to have all."""
+    x = call.args[0]
+    is_stable = len(call.args) > 1 and isinstance(call.args[1], bool)
+    named = call.kwargs.get("dim", call.at(2, -1) if len(call.shapes) and call.shapes[0] != x.shape else None)
+    d = (named if named is not None else call.at(1, -1) if not is_stable else -1) % len(x.dims)
+    if x.sums | x.most:
+        raise Refused(f"it lies as {x}", "the largest entries are of what is summed")
+    needs_whole(x, d, "the largest entries along a dim")
+    return [replace(x, dims=(*x.dims[:d], whole(shape[d]), *x.dims[d + 1 :])) for shape in call.shapes]
+
+
+@rule("scatter.src")
+def _scattered_rows(call: TypedCall) -> Type:
+    """Entries at places of a dim of which a device has all; the result is linear in what is put into zeros."""
+    into, d, places, given = call.args[:4]
+    lost = frozenset(a for t in (into, places, given) for a in t.open)
+    d %= len(into.dims)
+    if axes_of([t.dims[d] for t in (into, places, given)]) or (places.sums | places.most) - lost:
+        return unknown(call)
+    parts = [_with_one_row(t, d) for t in (into, places, given)]
+    dims = [met(parts, i, len(into.dims), n, lost) for i, n in enumerate(call.shapes[0])]
+    dims[d] = whole(call.shapes[0][d])
+    return Type(tuple(dims), sums=summed([into, given], "all", lost), open=lost)
+
+
+@rule("slice_scatter.default")
+def _put_in(call: TypedCall) -> Type:
+    """A run of rows of a dim, of which a device has all, is replaced."""
+    into, given = call.args[:2]
+    d = call.at(2, 0) % len(into.dims)
+    lost = into.open | given.open
+    if axes_of([into.dims[d], given.dims[d]]):
+        return unknown(call)
+    parts = [_with_one_row(t, d) for t in (into, given)]
+    dims = [met(parts, i, len(into.dims), n, lost) for i, n in enumerate(call.shapes[0])]
+    dims[d] = whole(call.shapes[0][d])
+    return Type(tuple(dims), sums=summed([into, given], "all", lost), open=lost)
+
+
 @rule("max_pool2d_with_indices.default")
 def _largest_in_windows(call: TypedCall) -> list[Type]:
     x = call.args[0]
