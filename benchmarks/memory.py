@@ -14,7 +14,6 @@ mode that follows every storage from the op that makes it to its end, and torch'
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import sys
 import warnings
@@ -137,7 +136,6 @@ def measure(
 ) -> Measured:
     """Three steps under `Live`."""
     stepper = OPTIMIZERS[optimizer](model.parameters())
-    gc.collect()
     live = Live([*model.parameters(), *model.buffers(), *(v for v in batch.values() if isinstance(v, torch.Tensor))])
     peaks = {}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 
@@ -19,6 +20,9 @@ from autopar.testing import on_local_tensor, on_processes, on_threads
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined
 torch.set_num_threads(1)
+# A full collection looks through a million objects of torch and of models, which stay: by default it comes so often
+# that it takes a tenth of the time of the tests.
+gc.set_threshold(10_000, 20, 100)
 hypothesis.settings.register_profile(
     "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )  # other processes have the cores too

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests import fresh
+
 SCRIPT = """
 import logging, sys, torch, autopar
 {logging}
@@ -41,8 +43,13 @@ ON_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 def test_rank_0_says_what_it_does_once(launch, logging, begins, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(logging=logging))
-    run = [sys.executable, *launch, str(script)]
-    said = subprocess.run(run, capture_output=True, text=True, timeout=150, check=True).stderr.splitlines()
+    if launch:
+        run = [sys.executable, *launch, str(script)]
+        said = subprocess.run(run, capture_output=True, text=True, timeout=150, check=True).stderr.splitlines()
+    else:
+        status, text = fresh.run(script.read_text(), tmp_path, tmp_path / "stderr")
+        assert status == 0, text
+        said = text.splitlines()
     mine = [line for line in said if begins and line.startswith(begins)]
     for text in LINES:
         # Another call is traced and planned again, which those see who ask for INFO.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
+from tests import fresh
 from tests.docs.blocks import HERE, sections
 
 EXAMPLES = sections("docs/adding.md")
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
-def test_a_section_runs_as_it_stands(title):
-    ran = subprocess.run([sys.executable, "-c", EXAMPLES[title]], cwd=HERE, capture_output=True, text=True, timeout=150)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+def test_a_section_runs_as_it_stands(title, tmp_path):
+    status, said = fresh.run(EXAMPLES[title], HERE, tmp_path / "stderr")
+    assert status == 0, said[-3000:]
 
 
 def test_every_section_has_an_example():

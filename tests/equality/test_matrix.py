@@ -5,6 +5,8 @@ Every case nightly, by day some of each model, plan and mesh.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.equality.matrix import CASES, MESHES, MODELS, worst
@@ -30,10 +32,11 @@ def sample():
         if mesh.size == 4  # random modules by day, and these nightly, run on eight devices
         if (preset in (None, "2d") if 1 in mesh.shape else (mesh, preset) not in ((two, None), (two, ON_PROCESSES)))
     ]
-    quick = [m for m in MODELS if m not in (*SLOW, "resnet50")]
-    models = [QUICKEST if 1 in mesh.shape else quick for mesh, _ in kinds]
-    return [(of[i % len(of)], *kind) for i, (of, kind) in enumerate(zip(models, kinds))] + [
-        (name, *kinds[(6 * i + 3) % len(kinds)]) for i, name in enumerate(SLOW)
+    slow = {(6 * i + 3) % len(kinds): name for i, name in enumerate(SLOW)}  # apart, each in a plan of its own
+    quick, quickest = itertools.cycle(m for m in MODELS if m not in (*SLOW, "resnet50")), itertools.cycle(QUICKEST)
+    return [
+        (slow.get(i) or next(quickest if 1 in mesh.shape else quick), mesh, preset)
+        for i, (mesh, preset) in enumerate(kinds)
     ]
 
 

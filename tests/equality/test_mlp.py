@@ -85,8 +85,7 @@ def train_many(rank, model, batch, work):
     return [train_parallel(rank, model, batch, planned, runs) for planned, runs in work]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh, kind", diagonal(MESHES, KINDS), ids=str)
 def test_threads_train_what_one_device_trains(mesh, kind, threads):
     on_threads_it_trains_the_same(threads, mesh, kind, sample(mesh, kind, 1))
 

@@ -92,7 +92,7 @@ def same(model, mine, batch, weigh=None):
 
 @pytest.mark.parametrize(
     "build, parallel, mesh",
-    [(llama, None, (2,)), (llama, "zero3", (2, 2)), (bert, "megatron", (2,))],
+    [pytest.param(llama, None, (2,), marks=pytest.mark.nightly), (llama, "zero3", (2, 2)), (bert, "megatron", (2,))],
     ids=["llama", "llama zero3", "bert megatron"],
 )
 def test_other_lengths_share_programs_and_compute_the_same(build, parallel, mesh):

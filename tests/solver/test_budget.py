@@ -171,7 +171,7 @@ def convolutions():
 MODELS = {"gpt2": CASES["gpt2"], "mlp": mlp_case, "llama": lambda: CASES["llama"](1), "convolutions": convolutions}
 
 
-@pytest.mark.parametrize("name", one_in(2, MODELS))
+@pytest.mark.parametrize("name", one_in(4, MODELS))
 def test_more_memory_is_never_slower(name):
     model, batch = MODELS[name]()
     how = {

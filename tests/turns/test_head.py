@@ -29,7 +29,7 @@ from tests.turns.cases import SEED, case, check, on_rank
 MODELS = ("gpt2", "llama", "bert", "t5")
 
 
-@pytest.mark.parametrize("count, mesh, name", diagonal([(3, (1,)), (8, (1,)), (4, (2, 2))], MODELS), ids=str)
+@pytest.mark.parametrize("count, mesh, name", diagonal([(3, (1,)), (8, (1,)), (4, (2, 2))], MODELS, 3), ids=str)
 def test_a_head_in_chunks_is_the_head(name, count, mesh):
     mesh = DeviceMesh(mesh)
     check(

@@ -23,9 +23,12 @@ FAULTS = {
     "is killed": "os.kill(os.getpid(), 9)",
     "hangs": "__import__('time').sleep(600)",  # until the others have lost it
 }
+# torchrun waits half a minute for a rank that catches SIGTERM and waits for a lost one: by day none catches it.
+IGNORED = "signal.signal = lambda number, handler: None"
 # Rank 1 fails in the third step of the job's first start.
 FAULTY = """
-import os, runpy, sys, torch
+import os, runpy, signal, sys, torch
+{signals}
 step, steps = torch.optim.AdamW.step, iter(range(100))
 def failing(*given, **how):
     if next(steps) == 2 and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
@@ -46,19 +49,18 @@ def losses(said):
 @pytest.mark.machines
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "fault, ranks",
+    "fault, ranks, signals",
     [
-        ("raises", 2),
-        *(pytest.param(fault, 2, marks=pytest.mark.nightly) for fault in ("is killed", "hangs")),
-        *(pytest.param(fault, 4, marks=pytest.mark.nightly) for fault in FAULTS),
+        pytest.param("raises", 2, IGNORED, id="raises-2"),
+        *(pytest.param(fault, ranks, "", marks=pytest.mark.nightly) for ranks in (2, 4) for fault in FAULTS),
     ],
 )
-def test_a_job_goes_on_where_it_was(fault, ranks, tmp_path, monkeypatch, capsys):
+def test_a_job_goes_on_where_it_was(fault, ranks, signals, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [TRAIN, "--folder", str(tmp_path / "whole"), "--steps", "4"])
     runpy.run_path(TRAIN, run_name="__main__")
     whole = losses(capsys.readouterr().out)
     script = tmp_path / "faulty.py"
-    script.write_text(FAULTY.format(fault=FAULTS[fault], train=TRAIN))
+    script.write_text(FAULTY.format(fault=FAULTS[fault], signals=signals, train=TRAIN))
     logs = tmp_path / "logs"
     command = f"-m autopar run --ranks {ranks} --max-restarts 1 --log-dir {logs}"
     command += f" {script} --folder {tmp_path / 'run'} --steps 4"
