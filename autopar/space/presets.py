@@ -30,6 +30,9 @@ zero3, shard_grad_op zero2, no_shard dp, and hybrid_shard and hybrid_shard_zero2
 tensor on the last; `tensor=dict(size=4, sequence=True, apart=True)` gathers as dtensor. `data=dict(size=8, zero=3,
 replicas=2)` is hsdp: the first axes hold copies. In place of a mode, `tensor=dict(size=4, styles={"layers.*.up":
 "colwise", "layers.*.down": "rowwise"})` says how each layer is cut, in transformers' words: what is not named is whole.
+
+`parallel=dict(data=dict(size=8, zero=3), experts=4)` gives each device along the last axes of data, here of 4 devices,
+experts of its own, to which rows travel; a ZeRO stage cuts them along the other axes of data.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.graph.graph import Graph, TensorType, rows_of_batch, type_of
@@ -46,7 +49,7 @@ from autopar.letters import BadPreset, among
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding, every_part_holds_something
 from autopar.space.constraints import Preset
-from autopar.space.tensor_modes import MODES, STYLES, ParameterCut, by_styles
+from autopar.space.tensor_modes import MODES, STYLES, ParameterCut, by_experts, by_styles
 from autopar.space.windows import BLOCK, BUCKET
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -71,6 +74,7 @@ class AxisRoles:
     apart: bool = False  # whether each reader gathers what is cut along the sequence by itself
     stored: tuple[int, ...] | None = None  # data axes over which a ZeRO stage cuts parameters; None: all
     styles: Mapping[str, str] | None = None  # how layers are cut along the tensor axis, in place of a mode's own way
+    experts: tuple[int, ...] = ()  # data axes along which each device has experts of its own
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -94,8 +98,11 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
         cuts = by_styles(graph, mesh, roles.tensor, roles.styles)
     elif roles.mode:
         cuts = MODES[roles.mode](graph, mesh, roles.tensor)
+    travelling = by_experts(graph, mesh, roles.experts) if roles.experts else {}
     for name, node in graph.parameters.items():
         cut = cuts.get(name, ParameterCut((), ()))
+        of_experts = travelling.get(name, ())
+        cut = replace(cut, stored=(*of_experts, *cut.stored), used=(*of_experts, *cut.used))
         by_data = _stored(type_of(node), mesh, roles, cut) if roles.zero and roles.data else []
         policy = _POLICIES.get(roles.zero, "; regathered" if cut.regathered else "")
         pins[name] = f"{', '.join([*by_data, *cut.stored]) or 'R'}; {', '.join(cut.used) or 'R'}{policy}"
@@ -123,7 +130,7 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
     real = [a for a, n in enumerate(mesh.shape) if n > 1]
     if isinstance(parallel, str):
         return _named(parallel, mesh, real)
-    data, tensor = _parts(parallel)
+    data, tensor = _parts(parallel, mesh)
     mode = tensor.get("mode", "megatron")
     sequence, apart = _along_the_sequence(parallel, tensor)
     if not isinstance(mode, str) or mode not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
@@ -146,7 +153,19 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
         )
     rest = tuple(a for a in real if a not in axes)
     stored = _stored_along(rest, mesh, data)
-    return AxisRoles(rest, data.get("zero", 0), mode if axes else "", axes, sequence, apart, stored, styles)
+    experts = _of_experts(parallel.get("experts", 1), rest, mesh)
+    return AxisRoles(rest, data.get("zero", 0), mode if axes else "", axes, sequence, apart, stored, styles, experts)
+
+
+def _of_experts(parts: int, axes: Sequence[int], mesh: DeviceMesh) -> tuple[int, ...]:
+    """The last axes of data, along which experts are divided into so many parts."""
+    for first in range(len(axes), -1, -1):
+        if math.prod(mesh.shape[a] for a in axes[first:]) == parts:
+            return tuple(axes[first:])
+    raise BadPreset(
+        f"parallel divides experts into {parts}, and the last axes of data of mesh {mesh} have not so many devices",
+        advice=f"mesh=(..., {parts}), whose other axes carry data and the tensor mode",
+    )
 
 
 def _along_the_sequence(parallel: Any, tensor: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -208,13 +227,18 @@ def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
     return AxisRoles(tuple(real[:-count]), 0, mode, tuple(real[-count:]), sequence=is_apart, apart=is_apart)
 
 
-def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _parts(parallel: Any, mesh: DeviceMesh) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The data part and the tensor part of a dictionary, each with its size."""
-    if not isinstance(parallel, Mapping) or not parallel or set(parallel) - {"data", "tensor"}:
+    experts = parallel.get("experts", 1) if isinstance(parallel, Mapping) else 1
+    is_number = isinstance(experts, int) and not isinstance(experts, bool) and experts > 0
+    if not isinstance(parallel, Mapping) or not is_number or set(parallel) - {"data", "tensor", "experts"}:
         raise BadPreset(
-            f"parallel={parallel!r} is neither a preset's name nor a dictionary of data and tensor",
-            advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2)',
+            f"parallel={parallel!r} is neither a preset's name nor a dictionary of data, tensor and experts",
+            advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2, experts=2)',
         )
+    parallel = {key: value for key, value in parallel.items() if key != "experts"}
+    if not parallel and experts == 1:
+        raise BadPreset("parallel={} says nothing", advice='parallel="zero3"')
     parts = {key: (value if isinstance(value, Mapping) else {"size": value}) for key, value in parallel.items()}
     for key, part in parts.items():
         unknown = set(part) - (
@@ -229,7 +253,9 @@ def _parts(parallel: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
                     'data=2, data=dict(size=2, zero=3), tensor=4 or tensor=dict(size=4, mode="megatron", sequence=True)'
                 ),
             )
-    return parts.get("data", {"size": 1}), parts.get("tensor", {"size": 1})
+    tensor = parts.get("tensor", {"size": 1})
+    rest = mesh.size // tensor["size"] if experts > 1 else 1
+    return parts.get("data", {"size": rest}), tensor
 
 
 def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
@@ -260,9 +286,11 @@ def _stored(type_: TensorType, mesh: DeviceMesh, roles: AxisRoles, cut: Paramete
     gathers for use come last. There are none if no dim can be cut: the mode's cuts stay.
     """
 
+    of_mode = {mesh.axis(text.rpartition("@")[2]): int(text[2]) for text in cut.stored}
+    axes = [a for a in roles.cuts if a not in of_mode]
+
     def sizes(dim: int) -> list[int]:
-        axes = [mesh.axis(text.rpartition("@")[2]) for text in cut.stored if int(text[2]) == dim]
-        return [mesh.shape[a] for a in (*roles.cuts, *axes)]
+        return [mesh.shape[a] for a in (*axes, *(a for a, of in of_mode.items() if of == dim))]
 
     def divides(dim: int) -> bool:
         return type_.shape[dim] % math.prod(sizes(dim)) == 0
@@ -271,7 +299,7 @@ def _stored(type_: TensorType, mesh: DeviceMesh, roles: AxisRoles, cut: Paramete
         able = [d for d in dims if every_part_holds_something(type_.shape[d], sizes(d))]
         if able:
             dim = next(filter(divides, able), able[0])
-            return [f"S({dim})@{mesh.axes[a]}" for a in roles.cuts]
+            return [f"S({dim})@{mesh.axes[a]}" for a in axes]
     return []
 
 

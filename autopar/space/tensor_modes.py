@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,7 +13,9 @@ import torch.fx as fx
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.nodes import is_value
 from autopar.letters import BadPreset
+from autopar.runtime.bodies import HALVES, ONE, PAIRS
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import every_part_holds_something
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,10 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
             continue
         linear = _linear(node)
         table = _table(node)
-        if linear is not None:
+        if op_name(node) == "experts":
+            for name, text in _hidden_of_experts(node, parts):
+                put(name, text)
+        elif linear is not None:
             known = found.get(linear.weight)  # tied to one that came before
             by_input = linear.summed in known.dims() if known else linear.given in cut
             if by_input and linear.sizes[0] % parts == 0:
@@ -145,6 +151,38 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
             put(table, "S(0)")
         elif any(operand in cut for operand in node.all_input_nodes):
             cut.add(node)
+    return found
+
+
+def _hidden_of_experts(node: fx.Node, parts: int) -> Iterator[tuple[str | None, str]]:
+    """The cuts of experts by their hidden rows, so that their results are parts of a sum."""
+    k: Any = node.kwargs
+    inner = 1 if k.get("transposed") else 2
+    width = type_of(k["down"]).shape[inner]
+    if k.get("layout", HALVES) not in (HALVES, PAIRS, ONE) or width % parts:
+        return
+    by = f", blocks=({width}, {width})" if k.get("layout", HALVES) == HALVES else ""
+    yield _parameter(k["up"]), f"S({3 - inner}{by})"
+    yield _parameter(k["down"]), f"S({inner})"
+    yield _parameter(k.get("up_bias")), f"S(1{by})"
+    yield _parameter(k.get("down_bias")), "P(sum)"  # added to the sum, by one device
+
+
+def by_experts(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    """Where parameters of experts lie if each device has experts of its own, to which rows travel along these axes."""
+    parts = math.prod(mesh.shape[a] for a in axes)
+    found: dict[str, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        if info(node).kind == "op" and op_name(node) == "experts":
+            k: Any = node.kwargs
+            experts = type_of(k["up"]).shape[0]
+            if not every_part_holds_something(experts, [mesh.shape[a] for a in axes]):
+                raise BadPreset(f"{parts} devices cannot share {experts} experts", at=info(node).source)
+            for value in (k["up"], k["down"], k.get("up_bias"), k.get("down_bias")):
+                if (name := _parameter(value)) is not None:
+                    found[name] = tuple(f"S(0)@{mesh.axes[a]}" for a in axes)
+    if not found:
+        raise BadPreset(f"parallel says experts={parts}, and the model has no experts that are parameters")
     return found
 
 
