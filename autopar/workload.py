@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 
-from autopar.graph.graph import Graph, info, op_name, rows_of_batch, type_of
+from autopar.graph.graph import Graph, call_of, info, op_name, rows_of_batch, type_of
 from autopar.graph.nodes import tensor_operands
 from autopar.ops.entry import facts_of
+from autopar.ops.local import OpOnDevice
 from autopar.request import Request
 from autopar.sharding.notation import Binding
 from autopar.solver.workload import StepWork
@@ -50,6 +51,11 @@ def _flops(node: fx.Node, binding: Binding, operands: Sequence[fx.Node]) -> floa
     """FLOPs of a product: forward, and a product of the same size for each factor that needs a gradient."""
     facts, loops = facts_of(op_name(node)), loops_of(op_name(node), binding)
     assert facts.flops is not None
+    if facts.products is not None:
+        alone = OpOnDevice.alone(len(operands), len(info(node).outputs))
+        forward = sum(2 * math.prod(sizes) for sizes in facts.products(call_of(node), alone)[0])
+        matrices = operands[0], *(n for n in operands if len(type_of(n).shape) > 2)
+        return forward * (1 + sum(type_of(n).requires_grad for n in matrices) / (len(matrices) - 1))
     forward = facts.flops[0] * math.prod(binding.sizes[factor] for factor in loops)
     if facts.heads:  # two products in forward, four in backward: of the scores, the weights, queries, keys, values
         return forward * (3 if any(type_of(n).requires_grad for n in operands) else 1)

@@ -290,6 +290,7 @@ op(
     keeps="input ids weights up down up_bias down_bias",
     part_keeps=kept_beside,
     part_work=work_of_part,
+    flops=(6, "e|up|two"),  # of a gated body; `products` says what a call has
     products=products,
     joint=True,
 )

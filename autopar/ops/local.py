@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from autopar.ops.entry import SHAPE, SIZES, Op, facts_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import R, Sharding, local_shape, part
-from autopar.sharding.strategies import Choice, values
+from autopar.sharding.strategies import KEPT, Choice, Strategy, values
 
 Form = tuple[Callable[..., Any], dict[str, Any]] | None
 
@@ -65,6 +65,12 @@ class OpOnDevice:
     def fullest(mesh: DeviceMesh, choice: Choice) -> OpOnDevice:
         """The device that holds the largest parts."""
         return OpOnDevice(mesh, (0,) * len(mesh.shape), None, choice)
+
+    @staticmethod
+    def alone(operands: int, outputs: int) -> OpOnDevice:
+        """One device that holds the whole."""
+        whole = Strategy((KEPT,) * operands, (KEPT,) * outputs)
+        return OpOnDevice.fullest(DeviceMesh((1,)), Choice((whole,)))
 
     def lies(self, operand: int) -> Sharding:
         """Sharding in which the op takes an operand."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ class AxisUse:
     stored: int
     is_regathered: bool
     modules: tuple[str, ...]  # modules whose weights are used in parts
+    experts: str = ""  # what the axis does to experts, in words; "" where it does not divide them
 
     @property
     def amounts(self) -> tuple[int, int, int, int]:
@@ -56,7 +57,7 @@ class AxisUse:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is cut along the axis."""
-        return not any(self.amounts)
+        return not any(self.amounts) and not self.experts
 
 
 def use_of(plan: Plan, axis: int) -> AxisUse:
@@ -73,7 +74,8 @@ def use_of(plan: Plan, axis: int) -> AxisUse:
             modules.add(_module(name))
     total = sum(seconds.values()) or 1.0
     tenths = {cut: _tenths(s / total) for cut, s in seconds.items()}
-    stored, is_regathered = _stored_along(plan, axis)
+    experts, in_parts = _experts_along(plan, axis)
+    stored, is_regathered = _stored_along(plan, axis, in_parts)
     return AxisUse(
         tenths.get("rows", 0),
         tenths.get("positions", 0),
@@ -81,7 +83,39 @@ def use_of(plan: Plan, axis: int) -> AxisUse:
         stored,
         is_regathered,
         tuple(sorted(modules)) if tenths.get("weights", 0) else (),
+        experts,
     )
+
+
+_OF_EXPERTS = {
+    (True, True): "expert parallel (rows travel)",
+    (False, True): "expert parallel (rows gathered)",
+    (False, False): "tensor parallel inside experts",
+}
+
+
+def _experts_along(plan: Plan, axis: int) -> tuple[str, frozenset[str]]:
+    """What an axis does to most experts, and the parameters that they use in parts along it."""
+    seconds = defaultdict[str, float](float)
+    in_parts = set[str]()
+    for d in plan.decisions.values():
+        if d.op != "experts":
+            continue
+        of_rows, _, _, of_matrices, *_ = (flow.value for flow in d.choice.strategies[axis].operands)
+        way = ""
+        if of_matrices.is_shard:
+            way = _OF_EXPERTS[of_rows.is_shard, of_matrices.dim == 0]
+            in_parts.update(filter(None, (_parameter(plan, name) for name in d.reads)))
+        seconds[way] += d.seconds or 1e-12
+    return max(seconds, key=seconds.__getitem__, default=""), frozenset(in_parts)
+
+
+def _parameter(plan: Plan, name: str) -> str:
+    """The parameter that a value is, but for its dtype; "" for another value."""
+    d = plan.decisions.get(name)
+    while d is not None and d.op in ("identity", "to") and d.reads:
+        name, d = d.reads[0], plan.decisions.get(d.reads[0])
+    return name if d is not None and d.kind == "parameter" else ""
 
 
 def _products(plan: Plan) -> list[tuple[str, Decision]]:
@@ -91,12 +125,19 @@ def _products(plan: Plan) -> list[tuple[str, Decision]]:
     return of_weights or [(name, d) for name, d in ops if d.op in _PRODUCTS] or [p for p in ops if p[1].seconds]
 
 
-def _stored_along(plan: Plan, axis: int) -> tuple[int, bool]:
-    """Tenths of parameter bytes that an axis cuts in storage, and whether backward gathers most of these."""
-    placed = [(plan.parameter_bytes[n], s.placements[axis].is_shard, n) for n, s in plan.parameters.items()]
+def _stored_along(plan: Plan, axis: int, in_parts: Collection[str]) -> tuple[int, bool]:
+    """Tenths of parameter bytes that an axis cuts in storage, and whether backward gathers most of these.
+
+    Parameters that are used in the parts in which they are stored do not count.
+    """
+    placed = [
+        (plan.parameter_bytes[n], s.placements[axis].is_shard, n)
+        for n, s in plan.parameters.items()
+        if n not in in_parts
+    ]
     cut_bytes = sum(nbytes for nbytes, is_cut, _ in placed if is_cut)
     again = sum(nbytes for nbytes, is_cut, n in placed if is_cut and isinstance(plan.states.get(n), Regathered))
-    whole = sum(plan.parameter_bytes.values()) or 1
+    whole = sum(nbytes for nbytes, _, _ in placed) or 1
     return _tenths(cut_bytes / whole), again > cut_bytes / 2
 
 

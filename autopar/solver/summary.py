@@ -322,6 +322,9 @@ def _cuts_in_words(use: AxisUse, plan: Plan, axes: Sequence[int]) -> str:
     """Text about the cuts along axes of one use; "" where they only store parameters."""
     along = _along(plan, axes)
     said = []
+    if use.experts:
+        kind, *how = use.experts.split(" (")
+        said.append(" (".join([f"{kind} over {along}", *how]))
     if use.rows:
         said.append(f"data parallel over {along}{_share(use.rows)}")
     if use.positions:
