@@ -91,13 +91,17 @@ def _experts(call: TypedCall) -> list[Type]:
     x = call.args[0]
     sums = ways.summed | ways.of_weights | ways.of_down
     out = Type((ways.rows, x.dims[1]), sums=sums, open=ways.lost)
-    there = ((call.shapes[1][0], tuple(axes_of([ways.rows]))),)  # A device has rows of its own there.
-    return [out, Type((there, x.dims[1]), open=ways.lost)]
+    own = tuple(axes_of([ways.rows]))  # A device has rows of its own there.
+    up, transposed = call.args[3], call.args[_BEFORE_TEXTS + 1]
+    width = without(up.dims[2 if transposed else 1], ways.lost)
+    there = [Type((((shape[0], own),), dim), open=ways.lost) for shape, dim in
+             zip(call.shapes[1:], (x.dims[1], width), strict=True)]  # fmt: skip
+    return [out, *there]
 
 
 @rule("autopar.experts_backward.default")
 def _experts_back(call: TypedCall) -> list[Type]:
-    gradient = call.args[8]
+    gradient = call.args[9]
     ways = _ways(call, [gradient])
     x, _, weights, up, down, up_bias, down_bias = call.args[:7]
     if both := gradient.sums & (ways.summed | ways.of_weights | ways.of_down):

@@ -202,9 +202,7 @@ def part_of_experts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
             at=call.source,
             advice="autopar.testing.on_threads or on_processes",
         )
-    pairs = _pairs(here, call, hops)
-    chunk = math.ceil(_SPARE * pairs) if hops else 0
-    return experts_on_device, {**kwargs, "hops": hops_as_text(hops), "chunk": chunk}
+    return experts_on_device, {**kwargs, "hops": hops_as_text(hops), "chunk": _chunk(here, call, hops)}
 
 
 def _sizes(call: OpCall) -> tuple[int, int, int, int]:
@@ -237,7 +235,7 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
 def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """The products [batch, m, k] by [batch, k, n] of a device in forward and backward, as (batch, m, n, k).
 
-    Backward makes the first again. The fullest device has more rows than the mean where experts are divided.
+    The fullest device has more rows than the mean where experts are divided.
     """
     hops = hops_at(here, call)
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
@@ -247,12 +245,20 @@ def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tu
     rows = _pairs(here, call, hops) * (call.arguments.get("imbalance", 1.1) if hops else 1.0) / up[0]
     first, second = (up[0], rows, width, h), (up[0], rows, h, inner)
     back = [(up[0], rows, inner, h), (up[0], inner, h, rows), (up[0], rows, h, width), (up[0], width, h, rows)]
-    return [first, second], [first, *back]
+    return [first, second], back
 
 
 def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
-    """Bytes of the rows that arrived from other devices."""
-    return arrivals(hops_at(here, call)) * _sizes(call)[0]
+    """Bytes of the rows that arrived from other devices, and of what the first matrices made of a chunk."""
+    hops = hops_at(here, call)
+    up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
+    width = up[2 if call.arguments.get("transposed") else 1]
+    return arrivals(hops) * _sizes(call)[0] + _chunk(here, call, hops) * width * call.arguments["input"].itemsize
+
+
+def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
+    """Pairs that are computed at once: all of a device's own, or those of a balanced router and a quarter more."""
+    return math.ceil((_SPARE if hops else 1.0) * _pairs(here, call, hops))
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
@@ -267,13 +273,13 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
     down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
     two, one = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
-    pairs = math.ceil((_SPARE if hops else 1.0) * _pairs(here, call, hops))
+    pairs = _chunk(here, call, hops)
     h = input.shape[1]
     visits = [held[0][0], *(hop.parts * hop.rows for hop in hops if hop.travels)]
     on_the_way = sum(visits[1:]) * (2 * row + route)
     sums = visits[-1] * h * (2 * input.itemsize + wide)
     forward = pairs * (h + max(two + 2 * one, one + h)) * input.itemsize + sums + on_the_way
-    backward = pairs * (h + 2 * two + 3 * one) * input.itemsize + sums + 2 * on_the_way
+    backward = pairs * (h + two + 3 * one) * input.itemsize + sums + 2 * on_the_way
     return int(forward), int(backward)
 
 

@@ -9,9 +9,10 @@ Rows are sorted by expert, and each expert multiplies its group. Where devices h
 A visit is a row on its way to a device: it goes there once, however many of its experts stand there. Counts travel
 first, so that all devices know all of them and the number of rounds; a round brings at most `rows` visits from a device
 to another, so that no routing takes more memory than another, but more rounds. Nothing is dropped. Of the first round
-the rows that arrived are kept for backward; of later ones they are sent again. Several axes nest, the major one first.
+the rows that arrived, and what the first matrices make of them, are kept for backward; of later ones they are sent and
+made again. Several axes nest, the major one first.
 
-Backward makes hidden rows again, and is written by hand, as these functions are kernels of custom ops.
+Backward is written by hand, as these functions are kernels of custom ops.
 """
 
 from __future__ import annotations
@@ -93,6 +94,14 @@ class _Matrices:
         return found.to(of.dtype) if found is not None else None if of is None else torch.zeros_like(of)
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What backward gets of the first round: rows that arrived, and what the body takes of the first chunk."""
+
+    arrived: Tensor
+    before: Tensor
+
+
 class _Sorted:
     """The pairs of a row and an expert of its, in the order of experts; pairs of no expert here stand last."""
 
@@ -143,13 +152,17 @@ def _wide(*tensors: Tensor) -> torch.dtype:
     return dtype
 
 
-def _computed(x: Tensor, ids: Tensor, weights: Tensor, of: _Matrices, is_whole: bool) -> Tensor:
+def _computed(x: Tensor, ids: Tensor, weights: Tensor, of: _Matrices, is_whole: bool, keep: _Kept | None) -> Tensor:
     """The weighted sums of what this device's experts make of its rows."""
     pairs = _Sorted(ids, of.up.shape[0], is_whole)
     out = torch.zeros(x.shape, dtype=_wide(x, weights), device=x.device)
     for first, last in pairs.chunks(of.chunk):
         rows, experts, ends = pairs.of(first, last)
-        hidden = run_body(of.body)(of.hidden(x[rows], experts, ends))
+        before = of.hidden(x[rows], experts, ends)
+        if keep is not None and first == 0:
+            keep.before[: last - first] = before
+        hidden = run_body(of.body)(before)
+        del before
         made = product_by_groups(hidden, of.down, ends, not of.transposed)
         del hidden
         if of.down_bias is not None:
@@ -159,7 +172,7 @@ def _computed(x: Tensor, ids: Tensor, weights: Tensor, of: _Matrices, is_whole: 
 
 
 def _computed_back(
-    x: Tensor, ids: Tensor, weights: Tensor, gradient: Tensor, of: _Matrices, is_whole: bool
+    x: Tensor, ids: Tensor, weights: Tensor, gradient: Tensor, of: _Matrices, is_whole: bool, kept: _Kept | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of rows and weights; those of matrices are added to `of`.
 
@@ -171,7 +184,8 @@ def _computed_back(
     for first, last in pairs.chunks(of.chunk):
         rows, experts, ends = pairs.of(first, last)
         given = x[rows]
-        before = of.hidden(given, experts, ends)
+        is_kept = kept is not None and first == 0
+        before = kept.before[: last - first] if kept and is_kept else of.hidden(given, experts, ends)
         hidden = run_body(of.body)(before)
         comes = gradient[rows]
         of_hidden = product_by_groups(comes, of.down, ends, of.transposed)  # without weights so far
@@ -282,7 +296,6 @@ class _Round:
 
 
 Axes = Mapping[str, Axis]
-Kept = Callable[[Tensor], None]
 
 
 def _staying(ids: Tensor, hop: Hop) -> Tensor:
@@ -293,26 +306,32 @@ def _staying(ids: Tensor, hop: Hop) -> Tensor:
 
 
 def _forward(
-    x: Tensor, ids: Tensor, weights: Tensor, of: _Matrices, hops: Sequence[Hop], axes: Axes, keep: Kept | None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    of: _Matrices,
+    hops: Sequence[Hop],
+    axes: Axes,
+    keep: _Kept | None,
+    is_whole: bool = True,
+    is_outer: bool = True,
 ) -> Tensor:
+    """The results of rows; only what is outermost keeps the rows that arrive, as inner exchanges are near."""
     if not hops:
-        return _computed(x, ids, weights, of, is_whole=keep is None)
+        return _computed(x, ids, weights, of, is_whole, keep)
     hop, *inner = hops
     if not hop.travels:
-        return _forward(x, _staying(ids, hop), weights, of, inner, axes, keep)
+        return _forward(x, _staying(ids, hop), weights, of, inner, axes, keep, False, is_outer)
     out = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
     way = _Way(ids, hop, axes[hop.axis], [axes[h.axis] for h in inner if h.travels])
     for i in range(way.rounds):
         here = way.round(i)
         arrived = here.there(x)
-        if keep is not None and i == 0:
-            keep(arrived)
-        here.back(_forward(arrived, *here.routes(weights), of, inner, axes, _nowhere), out)
+        keeps = keep if i == 0 else None
+        if keeps is not None and is_outer:
+            keeps.arrived[: arrived.shape[0]] = arrived
+        here.back(_forward(arrived, *here.routes(weights), of, inner, axes, keeps, False, False), out)
     return out.to(x.dtype)
-
-
-def _nowhere(arrived: Tensor) -> None:
-    """Inner exchanges keep nothing: they are near, and send rows again."""
 
 
 def _backward(
@@ -323,22 +342,24 @@ def _backward(
     of: _Matrices,
     hops: Sequence[Hop],
     axes: Axes,
-    kept: Tensor | None,
-    is_whole: bool,
+    kept: _Kept | None,
+    is_whole: bool = True,
+    is_outer: bool = True,
 ) -> tuple[Tensor, Tensor]:
     if not hops:
-        return _computed_back(x, ids, weights, gradient, of, is_whole)
+        return _computed_back(x, ids, weights, gradient, of, is_whole, kept)
     hop, *inner = hops
     if not hop.travels:
-        return _backward(x, _staying(ids, hop), weights, gradient, of, inner, axes, kept, is_whole)
+        return _backward(x, _staying(ids, hop), weights, gradient, of, inner, axes, kept, False, is_outer)
     of_x = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
     of_weights = torch.zeros(weights.shape, dtype=_wide(weights), device=x.device)
     way = _Way(ids, hop, axes[hop.axis], [axes[h.axis] for h in inner if h.travels])
     for i in range(way.rounds):
         here = way.round(i)
-        arrived = kept[: sum(here.comes)] if kept is not None and i == 0 else here.there(x)
+        keeps = kept if i == 0 else None
+        arrived = keeps.arrived[: sum(here.comes)] if keeps is not None and is_outer else here.there(x)
         given = here.routes(weights)
-        found = _backward(arrived, *given, here.there(gradient), of, inner, axes, None, False)
+        found = _backward(arrived, *given, here.there(gradient), of, inner, axes, keeps, False, False)
         here.back(found[0], of_x)
         returned = here.returned(torch.where(given[0] >= 0, found[1], 0))
         for rows, made in zip(here.rows, returned, strict=True):
@@ -367,16 +388,12 @@ def experts_forward(
     transposed: bool,
     hops: str,
     chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """The result of a device's rows, and the rows that arrived here in the first round."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of a device's rows, and what backward gets of the first round."""
     of = _Matrices(up, down, up_bias, down_bias, body, transposed, chunk)
     way = hops_of(hops)
-    kept = x.new_zeros(arrivals(way), x.shape[1])
-
-    def keep(arrived: Tensor) -> None:
-        kept[: arrived.shape[0]] = arrived
-
-    return _forward(x, ids, weights, of, way, {a.name: a for a in axes}, keep if way else None), kept
+    keep = _Kept(x.new_zeros(arrivals(way), x.shape[1]), x.new_zeros(chunk, up.shape[2 if transposed else 1]))
+    return _forward(x, ids, weights, of, way, {a.name: a for a in axes}, keep), keep.arrived, keep.before
 
 
 def experts_backward(
@@ -389,6 +406,7 @@ def experts_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     arrived: Tensor,
+    before: Tensor,
     gradient: Tensor,
     body: str,
     transposed: bool,
@@ -398,9 +416,8 @@ def experts_backward(
     """Gradients of rows, weights, matrices, and of the biases that there are."""
     of = _Matrices(up, down, up_bias, down_bias, body, transposed, chunk)
     way = hops_of(hops)
-    kept = arrived if arrivals(way) else None
     by_name = {a.name: a for a in axes}
-    of_x, of_weights = _backward(x, ids, weights, gradient, of, way, by_name, kept, not way)
+    of_x, of_weights = _backward(x, ids, weights, gradient, of, way, by_name, _Kept(arrived, before))
     return [of_x, of_weights, *(g for g in map(of.gradient, ("up", "down", "up_bias", "down_bias")) if g is not None)]
 
 
@@ -417,7 +434,7 @@ def experts_op(
     transposed: bool,
     hops: str,
     chunk: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     return experts_forward(x, (), ids, weights, up, down, up_bias, down_bias, body, transposed, hops, chunk)
 
 
@@ -434,8 +451,9 @@ def _(
     transposed: bool,
     hops: str,
     chunk: int,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(arrivals(hops_of(hops)), x.shape[1])
+) -> tuple[Tensor, Tensor, Tensor]:
+    arrived = x.new_empty(arrivals(hops_of(hops)), x.shape[1])
+    return x.new_empty(x.shape), arrived, x.new_empty(chunk, up.shape[2 if transposed else 1])
 
 
 @torch.library.custom_op("autopar::experts_backward", mutates_args=())
@@ -448,6 +466,7 @@ def experts_backward_op(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     arrived: Tensor,
+    before: Tensor,
     gradient: Tensor,
     body: str,
     transposed: bool,
@@ -455,7 +474,7 @@ def experts_backward_op(
     chunk: int,
 ) -> list[Tensor]:
     how = body, transposed, hops, chunk
-    return experts_backward(x, (), ids, weights, up, down, up_bias, down_bias, arrived, gradient, *how)
+    return experts_backward(x, (), ids, weights, up, down, up_bias, down_bias, arrived, before, gradient, *how)
 
 
 @experts_backward_op.register_fake
@@ -468,6 +487,7 @@ def _(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     arrived: Tensor,
+    before: Tensor,
     gradient: Tensor,
     body: str,
     transposed: bool,
@@ -477,20 +497,19 @@ def _(
     return [t.new_empty(t.shape) for t in (x, weights, up, down, up_bias, down_bias) if t is not None]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.body, ctx.transposed, ctx.hops, ctx.chunk = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if gradient is None:
         return (None,) * 11
-    *tensors, arrived = ctx.saved_tensors
-    found = experts_backward_op(
-        *tensors, arrived, gradient.contiguous(), ctx.body, ctx.transposed, ctx.hops, ctx.chunk
-    )
+    tensors = ctx.saved_tensors
+    how = ctx.body, ctx.transposed, ctx.hops, ctx.chunk
+    found = experts_backward_op(*tensors, gradient.contiguous(), *how)
     of_x, of_weights, up, down, *of_biases = found
     rest = iter(of_biases)
     biases = [next(rest) if bias is not None else None for bias in tensors[5:7]]
