@@ -24,12 +24,13 @@ from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import parse
 from autopar.runtime.bodies import HALVES, ONE, PAIRS, NotABody, read_body
-from autopar.runtime.experts import Hop, arrivals, experts_op, hops_as_text
+from autopar.runtime.experts import Hop, Setup, experts_op
 from autopar.runtime.private import plays_all_ranks
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import largest_local_shape
 
 WHOLE, CLOSED = "whole", ""  # bodies that read all columns of a row, or several rows
+_TENSORS = ("input", "ids", "weights", "up", "down", "up_bias", "down_bias")
 _SPARE = 1.25  # rows of a round over those of a balanced router
 _IMBALANCE: ContextVar[float] = ContextVar("imbalance", default=1.1)
 
@@ -123,27 +124,15 @@ def experts_by_text(
     if has_torch_function(tensors):
         made: Tensor = handle_torch_function(experts_by_text, tensors, *given, **how)
         return made
-    return experts_on_device(*given, body=body, transposed=transposed)
+    setup = Setup(body, max(1, ids.numel()), transposed, (up_bias is not None, down_bias is not None))
+    return experts_on_device(**dict(zip(_TENSORS, given, strict=True)), setup=setup.text())
 
 
-def experts_on_device(
-    input: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    body: str = "",
-    transposed: bool = False,
-    hops: str = "",
-    chunk: int = 0,
-    **_: Any,
-) -> Tensor:
+def experts_on_device(*, setup: str, **given: Any) -> Tensor:
     """What a device computes: with the experts that it holds, and with those to which its rows travel."""
-    matrices = up, down, up_bias, down_bias
-    size = chunk or max(1, ids.numel())
-    made: Tensor = experts_op(input, ids.long(), weights, *matrices, body, transposed, hops, size)[0]
+    tensors = [given[name] for name in _TENSORS if given.get(name) is not None]
+    tensors[1] = tensors[1].long()
+    made: Tensor = experts_op(tensors, setup)[0]
     return made
 
 
@@ -202,7 +191,10 @@ def part_of_experts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
             at=call.source,
             advice="autopar.testing.on_threads or on_processes",
         )
-    return experts_on_device, {**kwargs, "hops": hops_as_text(hops), "chunk": _chunk(here, call, hops)}
+    given = {name: kwargs[name] for name in _TENSORS if kwargs.get(name) is not None}
+    biases = "up_bias" in given, "down_bias" in given
+    setup = Setup(kwargs["body"], _chunk(here, call, hops), kwargs.get("transposed", False), biases, hops)
+    return experts_on_device, {**given, "setup": setup.text()}
 
 
 def _sizes(call: OpCall) -> tuple[int, int, int, int]:
@@ -253,7 +245,7 @@ def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> in
     hops = hops_at(here, call)
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
     width = up[2 if call.arguments.get("transposed") else 1]
-    return arrivals(hops) * _sizes(call)[0] + _chunk(here, call, hops) * width * call.arguments["input"].itemsize
+    return Setup("", 0, hops=hops).arrivals * _sizes(call)[0] + _chunk(here, call, hops) * width * call.arguments["input"].itemsize
 
 
 def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
