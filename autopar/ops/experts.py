@@ -245,7 +245,10 @@ def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> in
     hops = hops_at(here, call)
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
     width = up[2 if call.arguments.get("transposed") else 1]
-    return Setup("", 0, hops=hops).arrivals * _sizes(call)[0] + _chunk(here, call, hops) * width * call.arguments["input"].itemsize
+    return (
+        Setup("", 0, hops=hops).arrivals * _sizes(call)[0]
+        + _chunk(here, call, hops) * width * call.arguments["input"].itemsize
+    )
 
 
 def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:

@@ -32,7 +32,6 @@ from autopar.runtime.bodies import gradient_of_body, run_body
 from autopar.runtime.collectives import Axis, gather_into
 from autopar.runtime.grouped import gradient_by_groups, product_by_groups
 
-
 T = TypeVar("T")
 
 
