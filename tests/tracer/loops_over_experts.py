@@ -117,7 +117,7 @@ def over_a_list_of_what_is_hit(m, x, weights, ids):
     out = torch.zeros_like(x)
     for e in torch.nonzero(counts > 1, as_tuple=True)[0].tolist():
         token = (ids[:, 0] == e).nonzero().squeeze(-1)
-        out[token] = m.experts[e](x[token])
+        out[token] = m.experts[e](x[token]) * weights[token, :1]
     return out
 
 
