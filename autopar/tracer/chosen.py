@@ -3,7 +3,8 @@
     top, token = torch.where(mask)                         as the model says it: as many places as are true
     out.index_add_(0, token, expert(x[token]) * w[token, top, None])
 
-    y = expert(view(x, [1, T, h])) * view(permute(w), [K, T, 1])               as it is captured, with shapes that stay
+    seen = where(any(mask, 0), view(x, [1, T, h]), 0)      as it is captured, with shapes that stay
+    y = expert(seen) * where(mask, view(permute(w), [K, T, 1]), 0)
     out' = add(out, sum(where(view(mask, [K, T, 1]), y, 0), 0))
 
 The model is shown fakes whose first dim has a size that is data (`Count`); each stands for a `whole`, which has the
@@ -129,6 +130,8 @@ class ChosenRows:
         """The mask of what is true in a tensor now; called while recording."""
         tensor = given.clone() if given.dtype == torch.bool else given != 0
         tensor = self.rounds.only_hit(tensor)
+        said = "rows that a mask chooses stay where they are: what is done with them is done with every row"
+        self.recorder.assumptions.add(said)
         return Mask(tensor, self.recorder.node(tensor), by, source())
 
     def close(self) -> None:

@@ -3,8 +3,8 @@
 An op is run on the whole in the place of the rows where its rule says that it treats each row by itself: the factor of
 the rows may be cut, and stands in every output.
 
-Rows that are not chosen are computed too. What they come to is never read, but an infinite slope there would make a NaN
-of a gradient of zero: where an op is not finite everywhere, it sees another number in their place.
+Rows that are not chosen are computed too, from zeros. What they come to is never read, but an infinite slope there
+would make a NaN of a gradient of zero: where an op is not finite everywhere, it sees another number in their place.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from autopar.ops.entry import Op
 from autopar.ops.lookup import functional, lookup
 from autopar.tracer.call import name_of, tensors_in
 from autopar.tracer.chosen import Count, Mask, Rows, are_alike, as_chosen
-from autopar.tracer.chosen_calls import beside, first_of, misfit, row_wise, write_to_rows
+from autopar.tracer.chosen_calls import beside, first_of, misfit, row_wise, shielded, write_to_rows
 from autopar.tracer.hits import Hits
 from autopar.tracer.recorder import Recorder
 
@@ -180,7 +180,10 @@ def look(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> Tensor:
         whole = tensor.clone()  # rows are a copy, whatever is written to the tensor afterwards
         whole = whole if dims == sorted(dims) else whole.permute(dims)
         whole = whole if list(whole.shape) == shape else whole.reshape(shape)
-    return recorder.values.chosen.show(fake, Rows(whole, at_.mask, at_.before))
+        rows = Rows(whole, at_.mask, at_.before)
+        if whole.is_floating_point():  # else what a row comes to that is not chosen may be too large for its dtype
+            rows = replace(rows, whole=shielded(rows, 0))
+    return recorder.values.chosen.show(fake, rows)
 
 
 # -- ends

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from autopar.letters import NotCaptured
 from autopar.testing import Equality
@@ -18,6 +19,7 @@ from tests.tracer.loops_over_experts import (
     Dividing,
     Expert,
     Loop,
+    Overflowing,
     where_and_index_add,
     written_under_a_mask,
 )
@@ -56,12 +58,125 @@ def test_a_loop_computes_what_eager_does(way):
         Equality.in_float64(route, run(captured, x, push.double(), direction), expected, 1e-12).check()
 
 
+TINY = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+IDS = torch.randint(3, 32, (2, 6), generator=torch.Generator().manual_seed(0))
+FAMILIES = {  # Hugging Face's own loops: configuration, and the class
+    "Mixtral": (dict(TINY, intermediate_size=24, num_local_experts=4), "ForCausalLM"),
+    "Dbrx": (
+        dict(
+            d_model=16,
+            n_heads=2,
+            n_layers=1,
+            vocab_size=32,
+            max_seq_len=32,
+            attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=1e4),
+            ffn_config=dict(ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, moe_loss_weight=0.0),
+        ),
+        "ForCausalLM",
+    ),
+    "SwitchTransformers": (
+        dict(
+            vocab_size=32,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            num_heads=2,
+            num_experts=4,
+            expert_capacity=3,
+            dropout_rate=0.0,
+            router_jitter_noise=0.0,
+            decoder_start_token_id=0,
+        ),
+        "ForConditionalGeneration",
+    ),
+    "NllbMoe": (
+        dict(
+            vocab_size=32,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            num_experts=4,
+            encoder_sparse_step=1,
+            decoder_sparse_step=1,
+            encoder_layerdrop=0.0,
+            decoder_layerdrop=0.0,
+            dropout=0.0,
+            attention_dropout=0.0,
+            activation_dropout=0.0,
+            moe_token_dropout=0.0,
+            decoder_start_token_id=2,
+        ),
+        "ForConditionalGeneration",
+    ),
+    "LongcatFlash": (
+        dict(
+            TINY,
+            num_layers=1,
+            ffn_hidden_size=24,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            head_dim=8,
+            v_head_dim=8,
+            moe_topk=2,
+            n_routed_experts=3,
+            zero_expert_num=1,
+            expert_ffn_hidden_size=24,
+        ),
+        "ForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loops_of_hugging_face_compute_what_eager_does(family):
+    torch.manual_seed(0)
+    said, kind = FAMILIES[family]
+    model = getattr(transformers, f"{family}{kind}")(getattr(transformers, f"{family}Config")(**said))
+    model.config._experts_implementation = "eager"
+    model.double().train()
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.dtype = torch.float64  # the type in which a router computes
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    batch = {"input_ids": IDS, "labels": IDS}
+    captured = ColoTracer().trace(model, batch).module(model)
+    found = [gradients(one(**batch).loss, model) for one in (captured, model)]
+    Equality.in_float64(family, *found, 1e-6).check()  # LongCat's router computes in float32
+
+
+def gradients(loss, model):
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
+    zeros = (torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters.values(), strict=True))
+    return {"loss": loss.detach(), **dict(zip(parameters, zeros, strict=True))}
+
+
+def test_what_jetmoe_splits_by_counts_is_a_letter():
+    torch.manual_seed(0)
+    said = dict(TINY, kv_channels=8, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2)
+    del said["num_attention_heads"]
+    model = transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**said))
+    with pytest.raises(NotCaptured, match="asks for the value of a tensor"):
+        ColoTracer().trace(model, {"input_ids": IDS, "labels": IDS})
+
+
 @pytest.mark.parametrize("way", [where_and_index_add, written_under_a_mask], ids=lambda way: way.__name__)
-def test_rows_that_are_not_chosen_may_divide_by_zero(way):
-    """A row of zeros goes to expert 3, which does not divide; in the others its slope is infinite."""
+def test_rows_that_are_not_chosen_may_divide_by_zero_and_overflow(way):
+    """A row of zeros goes to expert 3, where the others overflow; in the others its slope is infinite."""
     model, x, direction = case(way, Dividing)
     model.top = 1
-    model.experts[3] = Expert().double()
+    model.experts[3] = Overflowing().double()
     x = x.detach()
     x[::3] = 0
     with torch.no_grad():
