@@ -101,7 +101,7 @@ def running_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return forms.cumsum_part, {**kwargs, "dim": dim, "cuts": cuts}
 
 
-def totals_before(call: OpCall) -> tuple[Exchange, ...]:
+def totals_before(call: OpCall, along: Along | None) -> tuple[Exchange, ...]:
     """The messages of a running sum along a cut dim: totals, and the gradients of totals."""
     out = call.outputs[0]
     dim = call.arguments["dim"] % max(1, len(out.shape))

@@ -26,10 +26,12 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from autopar.runtime.private import TRACING
 
-HALVES, PAIRS, ONE = "gate|up", "(i two:2!)", "i"  # how the columns of rows lie, in the notation of rules
+# layouts of the columns of rows, in the notation of rules: two halves, pairs, or all of one kind
+HALVES = "gate|up"
+PAIRS = "(i two:2!)"
+ONE = "i"
 _HOMES = {"torch": torch, "F": F, "operator": operator}
 T = TypeVar("T")
-_TRIED_ROWS, _TRIED_COLUMNS = 6, 8
 
 
 class NotABody(Exception):
@@ -42,7 +44,7 @@ class Body:
 
     text: str
     is_by_rows: bool  # each row of the result follows from one row
-    is_by_columns: bool  # and a part of each row from the same part of the row, or of each of its two halves
+    is_by_columns: bool  # whether a part of a result follows from the same part of a row, or of its two halves
 
 
 def read_body(function: Callable[[Tensor], Tensor], layout: str) -> Body:
@@ -63,17 +65,16 @@ def _tried(function: Callable[[Tensor], Tensor], layout: str) -> Body:
     text = _text_of(function, layout)
     run = run_body(text)
     generator = torch.Generator().manual_seed(0)
-    width = _TRIED_COLUMNS * (1 if layout == ONE else 2)
-    rows = 3 * torch.randn(_TRIED_ROWS, width, generator=generator, dtype=torch.float64)
+    columns = 8
+    rows = 3 * torch.randn(6, columns * (1 if layout == ONE else 2), generator=generator, dtype=torch.float64)
     try:
         whole = run(rows)
         own = function(rows)
     except Exception as e:
         raise NotABody(f"{type(e).__name__}: {e}") from e
-    if whole.shape != (_TRIED_ROWS, _TRIED_COLUMNS) or not torch.equal(whole, own):
+    if whole.shape != (len(rows), columns) or not torch.equal(whole, own):
         raise NotABody(f"it makes {list(whole.shape)} of {list(rows.shape)}")
-    half = _TRIED_ROWS // 2
-    is_by_rows = torch.allclose(torch.cat([run(rows[:half]), run(rows[half:])]), whole, 1e-12, 1e-12)
+    is_by_rows = torch.allclose(torch.cat([run(part) for part in rows.chunk(2)]), whole, 1e-12, 1e-12)
     parts = _parts_of_halves(rows) if layout == HALVES else rows.chunk(2, -1)
     by_parts = torch.cat([run(part) for part in parts], -1)
     return Body(text, is_by_rows, torch.allclose(by_parts, whole, 1e-12, 1e-12))
@@ -85,12 +86,12 @@ def _parts_of_halves(rows: Tensor) -> Sequence[Tensor]:
 
 
 def _text_of(function: Callable[[Tensor], Tensor], layout: str) -> str:
-    """What a function does, found by running it on a symbol: nothing that it asks about values can be answered."""
+    """The text of a function, found by running it on a symbol, which answers no question about values."""
     graph = fx.Graph()
     rows = graph.placeholder("rows")
     places = {rows: 0}
     try:
-        made = function(fx.Proxy(rows, GraphAppendingTracer(graph)))  # type: ignore[arg-type]
+        made = function(fx.Proxy(rows, GraphAppendingTracer(graph)))
     except Exception as e:  # whatever a symbol is not, such as an answer to a question
         raise NotABody(f"{type(e).__name__}: {e}") from e
     if not isinstance(made, fx.Proxy):
@@ -98,16 +99,16 @@ def _text_of(function: Callable[[Tensor], Tensor], layout: str) -> str:
     steps = []
     for node in graph.nodes:
         if node is not rows:
-            args, kwargs = _written(node.args, places), _written(node.kwargs, places)
+            given = [_written(said, places) for said in (node.args, node.kwargs)]
             is_method = node.op == "call_method"
             name = node.target if is_method else _name_of(node.target)
-            steps.append(["method" if is_method else "function", name, args, kwargs])
+            steps.append(["method" if is_method else "function", name, *given])
             places[node] = len(places)
     return json.dumps({"steps": steps, "gives": ["v", places[made.node]], "layout": layout}, sort_keys=True)
 
 
 def layout_of(text: str) -> str:
-    """How the columns of a body's rows lie, in the notation of rules."""
+    """The layout of a body's rows, in the notation of rules."""
     found: str = json.loads(text)["layout"]
     return found
 
@@ -142,7 +143,7 @@ def _written(value: Any, places: dict[fx.Node, int]) -> Any:
 
 
 def _read(said: Any, values: Sequence[Any]) -> Any:
-    """What `_written` wrote, with values in their places."""
+    """The argument that `_written` wrote, with values in their places."""
     if isinstance(said, dict):
         return {k: _read(v, values) for k, v in said.items()}
     if not isinstance(said, list):

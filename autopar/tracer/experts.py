@@ -52,5 +52,4 @@ def _experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tenso
             transposed=module.is_transposed,
         )
     except NotServed as e:
-        e.add_note(f"in {type(module).__name__}")
-        raise
+        raise NotServed(e.what, at=type(module).__name__, seen=e.seen, advice=e.advice) from e
