@@ -190,7 +190,9 @@ def _pairs(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
 def part_of_experts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Experts on a device, with the axes along which rows travel or experts of others are left out."""
     hops = hops_at(here, call)
-    if hops and plays_all_ranks():
+    if not hops:
+        return None
+    if plays_all_ranks():
         raise NotServed(
             "experts of other devices are others on every rank, and LocalTensors run one program for all",
             at=call.source,
