@@ -208,7 +208,11 @@ def _computed_back(
     for first, last in pairs.chunks(of.setup.chunk):
         places, experts, ends = pairs.of(first, last)
         given = x[places]
-        before = kept.before[: last - first] if kept and kept.before is not None and first == 0 else of.hidden(given, experts, ends)
+        before = (
+            kept.before[: last - first]
+            if kept and kept.before is not None and first == 0
+            else of.hidden(given, experts, ends)
+        )
         hidden = run_body(of.setup.body)(before)
         comes = gradient[places]
         of_hidden = product_by_groups(comes, of.down, ends, transposed)  # without weights so far
