@@ -282,7 +282,7 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     h = input.shape[1]
     wide = max(4, input.itemsize, weights.itemsize) * h  # bytes of a row of a sum
     pairs = _chunk(here, call, hops)
-    places = pairs * _INTEGERS * 8
+    places = pairs * LIMITS.integers * 8
     rows = (travelling or [held[0][0]])[-1]
     sums = rows * wide + rows * (2 * row + wide)  # a sum, and what is added to it
     pair = input.itemsize * pairs
@@ -300,9 +300,6 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     return max(0, int(forward + on_the_way - held[0][0] * row)), max(
         0, int(backward + on_the_way + sum(travelling) * row)
     )
-
-
-_INTEGERS = 7  # tensors of an integer a pair that say where pairs stand
 
 
 op(
