@@ -12,7 +12,7 @@ from autopar.runtime.bodies import HALVES, layout_of
 from autopar.runtime.experts import hops_of
 
 _Axes = frozenset[str]
-_BEFORE_TEXTS = -4  # place of the body among the arguments
+_GIVEN, _BEFORE_TEXTS = 7, -5  # places of what bodies read besides rows, and of the first body
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class _Ways:
 
 
 def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
-    given = call.args[:7]
-    lost = frozenset(a for t in types_in([given, list(more)]) for a in t.open)
+    given = call.args[:_GIVEN]
+    lost = frozenset(a for t in types_in([given, call.args[_GIVEN], list(more)]) for a in t.open)
     x, ids, weights, up, down, up_bias, down_bias = (
         replace(t, dims=tuple(without(dim, lost) for dim in t.dims), sums=t.sums - lost, open=lost) if t else None
         for t in given
     )
     assert x and ids and weights and up and down
-    body, transposed, hops = call.args[_BEFORE_TEXTS:-1]
+    body, behind, transposed, hops = call.args[_BEFORE_TEXTS:-1]
     tall = [replace(t, dims=t.dims[:1]) for t in (x, ids, weights, *more)]
     rows = met(tall, 0, 1, x.shape[0], lost)
     for t in (x, ids, weights, *more):
@@ -58,7 +58,13 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     if both := left_out & frozenset(axes_of([rows])):
         raise Refused(f"{sorted(both)} cuts rows and experts", "rows travel there")
     hidden = _hidden(up, down, up_bias, transposed, layout_of(body))
-    for t in (x, ids, up, up_bias):
+    for t in types_in(call.args[_GIVEN]):
+        if axes_of(without(dim, lost) for dim in t.dims):
+            raise Refused(f"what bodies of experts read lies as {t}", "all of it is whole")
+    before = [x, ids, up, up_bias, *types_in(call.args[_GIVEN])]
+    if behind and (hidden or (both := (down.sums | (down_bias.sums if down_bias else down.sums)) - lost)):
+        raise Refused(f"a part of a sum over {sorted(hidden or both)} goes through a function", "the sum of all parts")
+    for t in before:
         if t and (t.sums | t.most) - lost:
             raise Refused(f"it lies as {t}", "what experts read is summed before")
     if down_bias and down_bias.sums != down.sums | hidden:
@@ -97,12 +103,13 @@ def _experts(call: TypedCall) -> list[Type]:
 
 @rule("autopar.experts_backward.default")
 def _experts_back(call: TypedCall) -> list[Type]:
-    gradient = call.args[8]
+    gradient = call.args[_GIVEN + 2]
     ways = _ways(call, [gradient])
-    x, _, weights, up, down, up_bias, down_bias = call.args[:7]
+    x, _, weights, up, down, up_bias, down_bias = call.args[:_GIVEN]
     if both := gradient.sums & (ways.summed | ways.of_weights | ways.of_down):
         raise Refused(f"a part of a sum over {sorted(both)} is summed over it once more", "it is summed before")
     comes = gradient.sums - ways.lost
+    every = comes | frozenset(axes_of([ways.rows])) | ways.left_out | ways.hidden  # Each device has rows of its own.
     over_rows = comes | (frozenset(axes_of([ways.rows])) - ways.travels)  # Rows of other devices come along the rest.
     sums = [
         (x, comes | ways.summed | ways.of_weights | ways.of_down),
@@ -111,6 +118,7 @@ def _experts_back(call: TypedCall) -> list[Type]:
         (down, over_rows | ways.of_weights),
         (up_bias, over_rows | ways.of_weights | ways.of_down),
         (down_bias, over_rows | ways.of_weights),
+        *((t, every | ways.of_weights | ways.of_down) for t in call.args[_GIVEN]),
     ]
     return [
         Type(tuple(without(dim, ways.lost) for dim in of.dims), sums=by, open=ways.lost)

@@ -23,13 +23,13 @@ from autopar.ops.entry import op
 from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import parse
-from autopar.runtime.bodies import HALVES, ONE, PAIRS, NotABody, read_body
+from autopar.runtime.bodies import HALVES, ONE, PAIRS, WHOLE, Body, NotABody, OfRows, read_body
 from autopar.runtime.experts import Hop, arrivals, experts_op, hops_as_text
 from autopar.runtime.private import plays_all_ranks
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import largest_local_shape
 
-WHOLE, CLOSED = "whole", ""  # bodies that read all columns of a row, or several rows
+CLOSED = ""  # layout of experts whose bodies read several rows
 _SPARE = 1.25  # rows of a round over those of a balanced router
 _IMBALANCE: ContextVar[float] = ContextVar("imbalance", default=1.1)
 
@@ -53,50 +53,69 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
-    body: Callable[[Tensor], Tensor] = torch.nn.functional.silu,
+    body: OfRows = torch.nn.functional.silu,
     gated: bool | str = True,
+    behind: OfRows | None = None,
     transposed: bool = False,
 ) -> Tensor:
     """Send each row through the experts that `ids` names, and add up their results with `weights`.
 
-        out[t] = sum over j of weights[t, j] * (down[e] @ body(up[e] @ input[t] + up_bias[e]) + down_bias[e])
+        out[t] = sum over j of weights[t, j] * behind(down[e] @ body(up[e] @ input[t] + up_bias[e]) + down_bias[e])
 
     with e = ids[t, j]; an id that is negative or past the last expert counts nothing. `input` is [rows, h], `ids` and
     `weights` are [rows, k], `up` is [experts, width, h] and `down` [experts, h, i]; with `transposed` both have their
     last two dims the other way round. `body` maps rows to rows. With `gated` the width is twice i: by default `up` has
     the gate's rows and then the others, and body is applied to the gate, which multiplies the others;
     `gated="interleaved"` says that they alternate. A `body` of the whole width, such as one that clamps, is given with
-    `gated="halves"` or `gated="pairs"`, which says how its rows lie. With `gated=False` there is no gate.
+    `gated="halves"` or `gated="pairs"`, which says how its rows lie. With `gated=False` there is no gate. `behind`,
+    such as a norm, maps results to results. Both may be modules or their methods, and read their modules' parameters.
     """
-    given = input, ids, weights, up, down, up_bias, down_bias
-    function, layout = _whole_body(body, gated)
+    around, layout = _around(gated)
+    between = _read("body", body, layout, around)
+    last = behind and _read("behind", behind, WHOLE, columns=down.shape[2 if transposed else 1])
+    if not between.is_by_rows or (last and not last.is_by_rows):
+        layout = CLOSED
+    elif last or not between.is_by_columns:  # What is behind needs whole sums of hidden rows.
+        layout = WHOLE
+    more = (*between.given, *(last.given if last else ()))
+    how = dict(body=between.text, behind=last.text if last else "", layout=layout, transposed=transposed)
+    given = input, ids, weights, up, down, up_bias, down_bias, more
+    return experts_by_text(*given, **how, imbalance=_IMBALANCE.get())  # type: ignore[arg-type]
+
+
+def _read(name: str, function: OfRows, *how: Any, **more: Any) -> Body:
     try:
-        found = read_body(function, layout)
+        return read_body(function, *how, **more)
     except NotABody as e:
         raise NotServed(
-            f"the body of experts is not made of functions of torch on rows alone: {e}",
-            advice="torch functions and methods of tensors, and no question about values",
+            f"the {name} of experts is not made of functions of torch on rows alone: {e}",
+            advice="torch functions and methods of tensors, of rows and of parameters of a module of which it is a "
+            "method, and no question about values",
         ) from e
-    layout = CLOSED if not found.is_by_rows else layout if found.is_by_columns else WHOLE
-    return experts_by_text(*given, body=found.text, layout=layout, transposed=transposed, imbalance=_IMBALANCE.get())
 
 
-def _whole_body(body: Callable[[Tensor], Tensor], gated: bool | str) -> tuple[Callable[[Tensor], Tensor], str]:
-    """The function from the width of `up` to that of `down`, and how its rows lie."""
+def _around(gated: bool | str) -> tuple[Callable[[OfRows], OfRows], str]:
+    """What makes of a body the function from the width of `up` to that of `down`, and how its rows lie."""
 
-    def of_halves(rows: Tensor) -> Tensor:
-        gate, other = rows.chunk(2, -1)
-        return body(gate) * other
+    def of_halves(body: OfRows) -> OfRows:
+        def run(rows: Tensor) -> Tensor:
+            gate, other = rows.chunk(2, -1)
+            return body(gate) * other
 
-    def of_pairs(rows: Tensor) -> Tensor:
-        return body(rows[..., ::2]) * rows[..., 1::2]
+        return run
+
+    def of_pairs(body: OfRows) -> OfRows:
+        return lambda rows: body(rows[..., ::2]) * rows[..., 1::2]
+
+    def as_it_is(body: OfRows) -> OfRows:
+        return body
 
     ways = {
         True: (of_halves, HALVES),
         "interleaved": (of_pairs, PAIRS),
-        "halves": (body, HALVES),
-        "pairs": (body, PAIRS),
-        False: (body, ONE),
+        "halves": (as_it_is, HALVES),
+        "pairs": (as_it_is, PAIRS),
+        False: (as_it_is, ONE),
     }
     if gated not in ways:
         raise NotServed(f"gated={gated!r}", advice=" or ".join(map(repr, ways)))
@@ -111,19 +130,24 @@ def experts_by_text(
     down: Tensor,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    more: Sequence[Tensor] = (),
     body: str = "",
+    behind: str = "",
     layout: str = HALVES,
     transposed: bool = False,
     imbalance: float = 1.1,
 ) -> Tensor:
-    """`experts` with a body that has been read; `imbalance` says how it is priced, and changes no value."""
-    given = input, ids, weights, up, down, up_bias, down_bias
-    how = dict(body=body, layout=layout, transposed=transposed, imbalance=imbalance)
-    tensors = [x for x in given if x is not None]
+    """`experts` with bodies that have been read, and the tensors that they read besides rows.
+
+    `imbalance` says how it is priced, and changes no value.
+    """
+    given = input, ids, weights, up, down, up_bias, down_bias, more
+    how = dict(body=body, behind=behind, layout=layout, transposed=transposed, imbalance=imbalance)
+    tensors = [x for x in (*given[:-1], *more) if x is not None]
     if has_torch_function(tensors):
         made: Tensor = handle_torch_function(experts_by_text, tensors, *given, **how)
         return made
-    return experts_on_device(*given, body=body, transposed=transposed)
+    return experts_on_device(*given, body=body, behind=behind, transposed=transposed)
 
 
 def experts_on_device(
@@ -134,7 +158,9 @@ def experts_on_device(
     down: Tensor,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    more: Sequence[Tensor] = (),
     body: str = "",
+    behind: str = "",
     transposed: bool = False,
     hops: str = "",
     chunk: int = 0,
@@ -143,25 +169,32 @@ def experts_on_device(
     """What a device computes: with the experts that it holds, and with those to which its rows travel."""
     matrices = up, down, up_bias, down_bias
     size = chunk or max(1, ids.numel())
-    made: Tensor = experts_op(input, ids.long(), weights, *matrices, body, transposed, hops, size)[0]
+    made: Tensor = experts_op(input, ids.long(), weights, *matrices, list(more), body, behind, transposed, hops, size)[
+        0
+    ]
     return made
 
 
 def rule(arguments: Mapping[str, Any]) -> Rule:
     """The rule of a call, by how its matrices lie and what its body reads."""
     layout, transposed = arguments.get("layout", HALVES), arguments.get("transposed", False)
+    more = "".join(
+        ", " + " ".join(f"m{i}_{d}!" for d in range(len(tensor.shape)))
+        for i, tensor in enumerate(arguments.get("more", ()))
+    )
     if layout == CLOSED:
-        return parse("t! h!, t! k!, t! k!, e! w! v!, e! x! y!, e! w!, e! z! -> t! h!")
+        return parse(f"t! h!, t! k!, t! k!, e! w! v!, e! x! y!, e! w!, e! z!{more} -> t! h!")
     width, inner = {HALVES: (HALVES, "gate"), PAIRS: (PAIRS, "i"), ONE: ("i", "i"), WHOLE: ("w!", "i!")}[layout]
     e = "e~&t"
     up = f"{e} h! {width}" if transposed else f"{e} {width} h!"
     down = f"{e} {inner} h!" if transposed else f"{e} h! {inner}"
-    return parse(f"t h!, t k!, t k!, {up}, {down}, {e} {width}, {e} h! -> t h!", linear="z, v+a")
+    linear = "z" if arguments.get("behind") else "z, v+a"
+    return parse(f"t h!, t k!, t k!, {up}, {down}, {e} {width}, {e} h!{more} -> t h!", linear=linear)
 
 
 def hops_at(here: Here, call: OpCall) -> tuple[Hop, ...]:
     """The axes that cut experts, major first, with what travels along each for a balanced router."""
-    (tokens, _), (_, k), (experts, *_) = (call.arguments[name].shape for name in ("input", "ids", "up"))
+    _, (_, k), (experts, *_) = (call.arguments[name].shape for name in ("input", "ids", "up"))
     cut, rows_lie = here.lies(3), here.lies(0)
     room = largest_local_shape(call.arguments["input"].shape, rows_lie, here.mesh)[0]
     balanced, found, left = float(room), [], experts
@@ -237,7 +270,8 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
 def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """The products [batch, m, k] by [batch, k, n] of a device in forward and backward, as (batch, m, n, k).
 
-    Backward makes the first again. The fullest device has more rows than the mean where experts are divided.
+    Backward makes the first again, and the second where something stands behind it. The fullest device has more rows
+    than the mean where experts are divided.
     """
     hops = hops_at(here, call)
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
@@ -246,8 +280,9 @@ def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tu
     h = call.arguments["input"].shape[1]
     rows = _pairs(here, call, hops) * (call.arguments.get("imbalance", 1.1) if hops else 1.0) / up[0]
     first, second = (up[0], rows, width, h), (up[0], rows, h, inner)
+    again = [first, second] if call.arguments.get("behind") else [first]
     back = [(up[0], rows, inner, h), (up[0], inner, h, rows), (up[0], rows, h, width), (up[0], width, h, rows)]
-    return [first, second], [first, *back]
+    return [first, second], [*again, *back]
 
 
 def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
@@ -280,14 +315,14 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
 op(
     "experts",
     experts_by_text,
-    "input:T, ids:T, weights:T, up:T, down:T, up_bias:T=None, down_bias:T=None, body='', layout='gate|up', "
-    "transposed=False, imbalance=1.1",
+    "input:T, ids:T, weights:T, up:T, down:T, up_bias:T=None, down_bias:T=None, more:T=(), body='', behind='', "
+    "layout='gate|up', transposed=False, imbalance=1.1",
     rule=rule,
     serves="~&",
     form=part_of_experts,
     counts="e",
     exchanges=exchanged,
-    keeps="input ids weights up down up_bias down_bias",
+    keeps="input ids weights up down up_bias down_bias more",
     part_keeps=kept_beside,
     part_work=work_of_part,
     flops=(6, "e|up|two"),  # of a gated body; `products` says what a call has

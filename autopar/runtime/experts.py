@@ -1,6 +1,6 @@
 """Experts: each row goes through some of several networks, and the results are added up with weights.
 
-    out[t] = sum over slots j of weights[t, j] * down(body(up(x[t])))        with the matrices of expert ids[t, j]
+    out[t] = sum over slots j of weights[t, j] * behind(down(body(up(x[t]))))    with the matrices of expert ids[t, j]
 
 Rows are sorted by expert, and each expert multiplies its group. Where devices hold experts of their own, rows travel:
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.agreement import wait_for
-from autopar.runtime.bodies import gradient_of_body, run_body
+from autopar.runtime.bodies import gradients_of_body, reads_of, run_body
 from autopar.runtime.collectives import Axis, gather_into
 from autopar.runtime.grouped import gradient_by_groups, product_by_groups
 
@@ -66,7 +66,9 @@ class _Matrices:
     down: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
+    given: Sequence[Tensor]  # what body and behind read besides rows
     body: str
+    behind: str  # a body that each result goes through before it is weighted, or ""
     transposed: bool  # matrices lie as [experts, in, out]
     chunk: int  # pairs of a row and an expert whose hidden rows are in memory at once
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -76,6 +78,40 @@ class _Matrices:
         made = product_by_groups(rows, self.up, ends, not self.transposed)
         return made if self.up_bias is None else made + self.up_bias[experts]
 
+    def results(self, hidden: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        """What the last matrices make of hidden rows."""
+        made = product_by_groups(hidden, self.down, ends, not self.transposed)
+        return made if self.down_bias is None else made + self.down_bias[experts]
+
+    @property
+    def first_behind(self) -> int:
+        """The first tensor that is read behind the last matrices, and not between the two."""
+        return reads_of(self.body)
+
+    def run_between(self, rows: Tensor) -> Tensor:
+        return run_body(self.body)(rows, *self.given[: self.first_behind])
+
+    def run_behind(self, rows: Tensor) -> Tensor:
+        return run_body(self.behind)(rows, *self.given[self.first_behind :])
+
+    def back_between(self, rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+        return self._back(self.body, (0, self.first_behind), rows, gradient, ends)
+
+    def back_behind(self, rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+        return self._back(self.behind, (self.first_behind, len(self.given)), rows, gradient, ends)
+
+    def _back(self, body: str, reads: tuple[int, int], rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+        """The gradient of a body's rows; those of what it reads besides are added to the others."""
+        places = range(*reads)
+        if places:  # Rows of no expert are arbitrary, and must not be summed with the others.
+            is_there = _are_there(rows, ends)
+            other = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
+            rows, gradient = torch.where(is_there, rows, other), torch.where(is_there, gradient, 0)
+        of_rows, *of_given = gradients_of_body(body, rows, [self.given[i] for i in places], gradient)
+        for i, found in zip(places, of_given, strict=True):
+            self.add(f"given {i}", found.to(_wide(found)))
+        return of_rows
+
     def add(self, name: str, gradient: Tensor) -> None:
         self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
 
@@ -83,14 +119,21 @@ class _Matrices:
         """Add the sums of each expert's rows to the gradient of a bias, if there is one."""
         bias: Tensor | None = getattr(self, name)
         if bias is not None:
-            is_there = torch.arange(gradient.shape[0], device=gradient.device) < ends[-1]
+            own = torch.where(_are_there(gradient, ends), gradient, 0)
             summed = torch.zeros(bias.shape, dtype=_wide(bias), device=bias.device)
-            self.add(name, summed.index_add_(0, experts, torch.where(is_there[:, None], gradient, 0).to(summed.dtype)))
+            self.add(name, summed.index_add_(0, experts, own.to(summed.dtype)))
 
-    def gradient(self, name: str) -> Tensor | None:
-        of = getattr(self, name)
-        found = None if of is None else self.gradients.get(name)
-        return found.to(of.dtype) if found is not None else None if of is None else torch.zeros_like(of)
+    def all_gradients(self) -> list[Tensor]:
+        """Gradients of the matrices, of the biases that there are, and of what else is read."""
+        of = {name: getattr(self, name) for name in ("up", "down", "up_bias", "down_bias")}
+        of.update((f"given {i}", x) for i, x in enumerate(self.given))
+        found = {name: self.gradients.get(name, torch.zeros_like(x)) for name, x in of.items() if x is not None}
+        return [gradient.to(of[name].dtype) for name, gradient in found.items()]
+
+
+def _are_there(rows: Tensor, ends: Tensor) -> Tensor:
+    """Which of some pairs, in the order of experts, have an expert here."""
+    return (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
 
 
 class _Sorted:
@@ -149,11 +192,11 @@ def _computed(x: Tensor, ids: Tensor, weights: Tensor, of: _Matrices, is_whole: 
     out = torch.zeros(x.shape, dtype=_wide(x, weights), device=x.device)
     for first, last in pairs.chunks(of.chunk):
         rows, experts, ends = pairs.of(first, last)
-        hidden = run_body(of.body)(of.hidden(x[rows], experts, ends))
-        made = product_by_groups(hidden, of.down, ends, not of.transposed)
+        hidden = of.run_between(of.hidden(x[rows], experts, ends))
+        made = of.results(hidden, experts, ends)
         del hidden
-        if of.down_bias is not None:
-            made = made + of.down_bias[experts]
+        if of.behind:
+            made = of.run_behind(made)
         pairs.add_to(out, made, first, last, weights)
     return out.to(x.dtype)
 
@@ -172,19 +215,26 @@ def _computed_back(
         rows, experts, ends = pairs.of(first, last)
         given = x[rows]
         before = of.hidden(given, experts, ends)
-        hidden = run_body(of.body)(before)
+        hidden = of.run_between(before)
         comes = gradient[rows]
-        of_hidden = product_by_groups(comes, of.down, ends, of.transposed)  # without weights so far
-        of_share = torch.bmm(of_hidden[:, None], hidden[..., None])[:, 0]
-        if of.down_bias is not None:
-            of_share = of_share + torch.bmm(comes[:, None], of.down_bias[experts][..., None])[:, 0]
         share = weights.flatten()[pairs.order[first:last], None]
-        torch.mul(comes, share, out=comes)
+        if of.behind:
+            made = of.results(hidden, experts, ends)
+            of_share = _dots(comes, of.run_behind(made))
+            comes = of.back_behind(made, torch.mul(comes, share, out=comes), ends)
+            del made
+            of_hidden = product_by_groups(comes, of.down, ends, of.transposed)
+        else:  # The product without weights gives their gradients, too.
+            of_hidden = product_by_groups(comes, of.down, ends, of.transposed)
+            of_share = _dots(of_hidden, hidden)
+            if of.down_bias is not None:
+                of_share = of_share + _dots(comes, of.down_bias[experts])
+            torch.mul(of_hidden, share, out=of_hidden)
+            torch.mul(comes, share, out=comes)
         of.add("down", _laid_out(comes, hidden, ends, of.transposed))
         of.add_bias("down_bias", comes, experts, ends)
         del hidden, comes
-        torch.mul(of_hidden, share, out=of_hidden)
-        of_before = gradient_of_body(of.body, before, of_hidden)
+        of_before = of.back_between(before, of_hidden, ends)
         del before, of_hidden
         of.add("up", _laid_out(of_before, given, ends, of.transposed))
         of.add_bias("up_bias", of_before, experts, ends)
@@ -194,8 +244,13 @@ def _computed_back(
         pairs.add_to(of_x, back, first, last)
         for j in range(pairs.slots):
             place, is_there = pairs.slot(j, first, last)
-            of_weights[:, j] += torch.where(is_there, of_share[place, 0], 0)
+            of_weights[:, j] += torch.where(is_there, of_share[place], 0)
     return of_x.to(x.dtype), of_weights.to(weights.dtype)
+
+
+def _dots(one: Tensor, other: Tensor) -> Tensor:
+    """The scalar product of each pair of rows."""
+    return torch.bmm(one[:, None], other[..., None])[:, 0, 0]
 
 
 def _laid_out(of_result: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> Tensor:
@@ -363,13 +418,15 @@ def experts_forward(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    given: list[Tensor],
     body: str,
+    behind: str,
     transposed: bool,
     hops: str,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """The result of a device's rows, and the rows that arrived here in the first round."""
-    of = _Matrices(up, down, up_bias, down_bias, body, transposed, chunk)
+    of = _Matrices(up, down, up_bias, down_bias, given, body, behind, transposed, chunk)
     way = hops_of(hops)
     kept = x.new_zeros(arrivals(way), x.shape[1])
 
@@ -388,20 +445,22 @@ def experts_backward(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    given: list[Tensor],
     arrived: Tensor,
     gradient: Tensor,
     body: str,
+    behind: str,
     transposed: bool,
     hops: str,
     chunk: int,
 ) -> list[Tensor]:
-    """Gradients of rows, weights, matrices, and of the biases that there are."""
-    of = _Matrices(up, down, up_bias, down_bias, body, transposed, chunk)
+    """Gradients of rows, weights, matrices, of the biases that there are, and of what bodies read besides."""
+    of = _Matrices(up, down, up_bias, down_bias, given, body, behind, transposed, chunk)
     way = hops_of(hops)
     kept = arrived if arrivals(way) else None
     by_name = {a.name: a for a in axes}
     of_x, of_weights = _backward(x, ids, weights, gradient, of, way, by_name, kept, not way)
-    return [of_x, of_weights, *(g for g in map(of.gradient, ("up", "down", "up_bias", "down_bias")) if g is not None)]
+    return [of_x, of_weights, *of.all_gradients()]
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())
@@ -413,12 +472,15 @@ def experts_op(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    given: list[Tensor],
     body: str,
+    behind: str,
     transposed: bool,
     hops: str,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    return experts_forward(x, (), ids, weights, up, down, up_bias, down_bias, body, transposed, hops, chunk)
+    how = body, behind, transposed, hops, chunk
+    return experts_forward(x, (), ids, weights, up, down, up_bias, down_bias, given, *how)
 
 
 @experts_op.register_fake
@@ -430,7 +492,9 @@ def _(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    given: list[Tensor],
     body: str,
+    behind: str,
     transposed: bool,
     hops: str,
     chunk: int,
@@ -447,15 +511,17 @@ def experts_backward_op(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    given: list[Tensor],
     arrived: Tensor,
     gradient: Tensor,
     body: str,
+    behind: str,
     transposed: bool,
     hops: str,
     chunk: int,
 ) -> list[Tensor]:
-    how = body, transposed, hops, chunk
-    return experts_backward(x, (), ids, weights, up, down, up_bias, down_bias, arrived, gradient, *how)
+    how = body, behind, transposed, hops, chunk
+    return experts_backward(x, (), ids, weights, up, down, up_bias, down_bias, given, arrived, gradient, *how)
 
 
 @experts_backward_op.register_fake
@@ -467,34 +533,36 @@ def _(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    given: list[Tensor],
     arrived: Tensor,
     gradient: Tensor,
     body: str,
+    behind: str,
     transposed: bool,
     hops: str,
     chunk: int,
 ) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (x, weights, up, down, up_bias, down_bias) if t is not None]
+    return [t.new_empty(t.shape) for t in (x, weights, up, down, up_bias, down_bias, *given) if t is not None]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.body, ctx.transposed, ctx.hops, ctx.chunk = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    *tensors, given, ctx.body, ctx.behind, ctx.transposed, ctx.hops, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors, *given, output[1])
+    ctx.given = len(given)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Any, ...]:
     if gradient is None:
-        return (None,) * 11
-    *tensors, arrived = ctx.saved_tensors
-    found = experts_backward_op(
-        *tensors, arrived, gradient.contiguous(), ctx.body, ctx.transposed, ctx.hops, ctx.chunk
-    )
-    of_x, of_weights, up, down, *of_biases = found
-    rest = iter(of_biases)
-    biases = [next(rest) if bias is not None else None for bias in tensors[5:7]]
-    return of_x, None, of_weights, up, down, *biases, None, None, None, None
+        return (*(None,) * 7, [None] * ctx.given, *(None,) * 5)
+    saved = ctx.saved_tensors
+    tensors, given, arrived = saved[:7], list(saved[7:-1]), saved[-1]
+    how = ctx.body, ctx.behind, ctx.transposed, ctx.hops, ctx.chunk
+    of_x, of_weights, up, down, *rest = experts_backward_op(*tensors, given, arrived, gradient.contiguous(), *how)
+    of_biases = iter(rest)
+    biases = [next(of_biases) if bias is not None else None for bias in tensors[5:7]]
+    return of_x, None, of_weights, up, down, *biases, list(of_biases), *(None,) * 5
 
 
 experts_op.register_autograd(_gradients, setup_context=_remember)
