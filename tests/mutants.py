@@ -149,9 +149,21 @@ def _without_exchange(form, left_out):
 # messages of each form, in forward and then in backward: one taken out at a time
 EXCHANGE_MUTANTS = {
     f"message {k} of {form} is not sent": (form, _without_exchange(form, k))
-    for form, count in {"amax_part": 2, "logsumexp_part": 2, "cross_entropy_part": 4, "batch_norm_part": 3}.items()
+    for form, count in {
+        "amax_part": 2,
+        "logsumexp_part": 2,
+        "cross_entropy_part": 4,
+        "batch_norm_part": 3,
+        "cumsum_part": 1,
+    }.items()
     for k in range(count)
 }
+
+
+EXCHANGE_MUTANTS["message 1 of cumsum_part is not sent"] = (
+    "cumsum_part",
+    lambda patch: patch.setattr(forms, "exchanged", lambda x, axes: forms.reduced(x, "all_reduce", axes)),
+)
 
 
 def instead(stage, sound, broken):

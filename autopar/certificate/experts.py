@@ -9,10 +9,9 @@ from autopar.certificate.calls import TypedCall, rule, types_in
 from autopar.certificate.elementwise import met
 from autopar.certificate.types import Dim, Refused, Type, axes_of, joined, without
 from autopar.runtime.bodies import HALVES, layout_of
-from autopar.runtime.experts import hops_of
+from autopar.runtime.experts import Setup
 
 _Axes = frozenset[str]
-_GIVEN, _BEFORE_TEXTS = 7, -5  # places of what bodies read besides rows, and of the first body
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +33,23 @@ class _Ways:
 
 
 def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
-    given = call.args[:_GIVEN]
-    lost = frozenset(a for t in types_in([given, call.args[_GIVEN], list(more)]) for a in t.open)
+    setup = Setup.of(call.args[-1])
+    given = setup.named(call.args[0])
+    read = list(setup.more(call.args[0]))  # by bodies, besides rows
+    lost = frozenset(a for t in types_in([given, read, list(more)]) for a in t.open)
     x, ids, weights, up, down, up_bias, down_bias = (
         replace(t, dims=tuple(without(dim, lost) for dim in t.dims), sums=t.sums - lost, open=lost) if t else None
         for t in given
     )
     assert x and ids and weights and up and down
-    body, behind, transposed, hops = call.args[_BEFORE_TEXTS:-1]
     tall = [replace(t, dims=t.dims[:1]) for t in (x, ids, weights, *more)]
     rows = met(tall, 0, 1, x.shape[0], lost)
     for t in (x, ids, weights, *more):
         if axes_of(t.dims[1:]):
             raise Refused(f"rows of experts lie as {t}", "each of them is whole")
-    travels = frozenset(hop.axis for hop in hops_of(hops) if hop.travels) - lost
-    left_out = frozenset(hop.axis for hop in hops_of(hops) if not hop.travels) - lost
-    by = [a for a in (hop.axis for hop in hops_of(hops)) if a not in lost]
+    travels = frozenset(hop.axis for hop in setup.hops if hop.travels) - lost
+    left_out = frozenset(hop.axis for hop in setup.hops if not hop.travels) - lost
+    by = [a for a in (hop.axis for hop in setup.hops) if a not in lost]
     for t in (up, down, up_bias, down_bias):
         if t and axes_of(t.dims[:1]) != by:
             raise Refused(f"experts are told apart along {by}, and matrices lie as {t}", "they are cut by these axes")
@@ -57,14 +57,13 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
         raise Refused(f"rows travel along {sorted(travels)}, and lie as {x}", "these axes cut them")
     if both := left_out & frozenset(axes_of([rows])):
         raise Refused(f"{sorted(both)} cuts rows and experts", "rows travel there")
-    hidden = _hidden(up, down, up_bias, transposed, layout_of(body))
-    for t in types_in(call.args[_GIVEN]):
+    hidden = _hidden(up, down, up_bias, setup)
+    for t in read:
         if axes_of(without(dim, lost) for dim in t.dims):
             raise Refused(f"what bodies of experts read lies as {t}", "all of it is whole")
-    before = [x, ids, up, up_bias, *types_in(call.args[_GIVEN])]
-    if behind and (hidden or (both := (down.sums | (down_bias.sums if down_bias else down.sums)) - lost)):
-        raise Refused(f"a part of a sum over {sorted(hidden or both)} goes through a function", "the sum of all parts")
-    for t in before:
+    if setup.behind and (parts := hidden | down.sums | (down_bias.sums if down_bias else frozenset())):
+        raise Refused(f"a part of a sum over {sorted(parts)} goes through a function", "the sum of all parts")
+    for t in (x, ids, up, up_bias, *read):
         if t and (t.sums | t.most) - lost:
             raise Refused(f"it lies as {t}", "what experts read is summed before")
     if down_bias and down_bias.sums != down.sums | hidden:
@@ -77,14 +76,14 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     return _Ways(lost, rows, travels, left_out, hidden, weights.sums, down.sums)
 
 
-def _hidden(up: Type, down: Type, up_bias: Type | None, transposed: bool, layout: str) -> _Axes:
+def _hidden(up: Type, down: Type, up_bias: Type | None, setup: Setup) -> _Axes:
     """The axes that cut hidden rows, of the first matrices and the last ones alike."""
-    out, inner = (2, 1) if transposed else (1, 2)
+    out, inner = (2, 1) if setup.transposed else (1, 2)
     width, other = up.dims[out], down.dims[inner]
     axes = axes_of([width])
     cut = axes_of([other])
     are_alike = axes == cut and (up_bias is None or up_bias.dims[1] == width)
-    if are_alike and axes and layout == HALVES:  # Each device has the same part of both halves.
+    if are_alike and axes and layout_of(setup.body) == HALVES:  # Each device has the same part of both halves.
         are_alike = width == joined([(2, ()), *other])
     if not are_alike or axes_of([up.dims[3 - out], down.dims[3 - inner]]):
         raise Refused(f"matrices of experts lie as {up} and {down}", "hidden rows are cut alike in both")
@@ -94,18 +93,22 @@ def _hidden(up: Type, down: Type, up_bias: Type | None, transposed: bool, layout
 @rule("autopar.experts.default")
 def _experts(call: TypedCall) -> list[Type]:
     ways = _ways(call)
-    x = call.args[0]
+    x, up = call.args[0][0], call.args[0][3]
     sums = ways.summed | ways.of_weights | ways.of_down
     out = Type((ways.rows, x.dims[1]), sums=sums, open=ways.lost)
-    there = ((call.shapes[1][0], tuple(axes_of([ways.rows]))),)  # A device has rows of its own there.
-    return [out, Type((there, x.dims[1]), open=ways.lost)]
+    own = tuple(axes_of([ways.rows]))  # A device has rows of its own there.
+    width = without(up.dims[2 if Setup.of(call.args[-1]).transposed else 1], ways.lost)
+    there = [Type((((shape[0], own),), dim), open=ways.lost) for shape, dim in
+             zip(call.shapes[1:], (x.dims[1], width), strict=True)]  # fmt: skip
+    return [out, *there]
 
 
 @rule("autopar.experts_backward.default")
 def _experts_back(call: TypedCall) -> list[Type]:
-    gradient = call.args[_GIVEN + 2]
+    gradient = call.args[2]
     ways = _ways(call, [gradient])
-    x, _, weights, up, down, up_bias, down_bias = call.args[:_GIVEN]
+    x, _, weights, up, down, up_bias, down_bias = Setup.of(call.args[-1]).named(call.args[0])
+    assert x and weights and up and down
     if both := gradient.sums & (ways.summed | ways.of_weights | ways.of_down):
         raise Refused(f"a part of a sum over {sorted(both)} is summed over it once more", "it is summed before")
     comes = gradient.sums - ways.lost
@@ -118,7 +121,7 @@ def _experts_back(call: TypedCall) -> list[Type]:
         (down, over_rows | ways.of_weights),
         (up_bias, over_rows | ways.of_weights | ways.of_down),
         (down_bias, over_rows | ways.of_weights),
-        *((t, every | ways.of_weights | ways.of_down) for t in call.args[_GIVEN]),
+        *((t, every | ways.of_weights | ways.of_down) for t in Setup.of(call.args[-1]).more(call.args[0])),
     ]
     return [
         Type(tuple(without(dim, ways.lost) for dim in of.dims), sums=by, open=ways.lost)

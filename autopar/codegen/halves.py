@@ -62,7 +62,9 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
     late = _recomputed(joint, recomputed.wanted, forward)
     again = _made_again(joint, set(regathered), forward) | late
     wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
-    exchanged = [n for n in late if n.target in COLLECTIVES and n.meta.get(OP) in recomputed.exchanged]
+    exchanged = [
+        n for n in late if n.target in _SENDING or (n.target in COLLECTIVES and n.meta.get(OP) in recomputed.exchanged)
+    ]
     pending = wanted + present + sorted(exchanged)  # nodes compare by their place
     saved, extra = _crossing(pending, backward.union(joint.tangents), again)
     if late:  # Forward ops that only backward needs may read recomputed nodes, so they must move down with them.
@@ -166,7 +168,8 @@ def _recomputed(joint: JointGraph, ops: Collection[str], forward: set[fx.Node]) 
         if shows(node) or (node.target is torch.ops.aten.clone.default and op in computing):
             comes = node.all_input_nodes[0] in found
         else:
-            comes = op in ops and not (node.target in COLLECTIVES and not node.meta.get(CONVERTED))
+            is_repeated = node.target not in COLLECTIVES or node.target in _SENDING or node.meta.get(CONVERTED)
+            comes = op in ops and is_repeated
         if comes and buffer_of(node) not in there:
             found.add(node)
     return found

@@ -24,12 +24,13 @@ from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import parse
 from autopar.runtime.bodies import HALVES, ONE, PAIRS, WHOLE, Body, NotABody, OfRows, read_body
-from autopar.runtime.experts import Hop, arrivals, experts_op, hops_as_text
+from autopar.runtime.experts import Hop, Setup, experts_op
 from autopar.runtime.private import plays_all_ranks
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import largest_local_shape
 
 CLOSED = ""  # layout of experts whose bodies read several rows
+_TENSORS = ("input", "ids", "weights", "up", "down", "up_bias", "down_bias")
 _SPARE = 1.25  # rows of a round over those of a balanced router
 _IMBALANCE: ContextVar[float] = ContextVar("imbalance", default=1.1)
 
@@ -78,9 +79,11 @@ def experts(
     elif last or not between.is_by_columns:  # What is behind needs whole sums of hidden rows.
         layout = WHOLE
     more = (*between.given, *(last.given if last else ()))
-    how = dict(body=between.text, behind=last.text if last else "", layout=layout, transposed=transposed)
+    how: dict[str, Any] = dict(
+        body=between.text, behind=last.text if last else "", layout=layout, transposed=transposed
+    )
     given = input, ids, weights, up, down, up_bias, down_bias, more
-    return experts_by_text(*given, **how, imbalance=_IMBALANCE.get())  # type: ignore[arg-type]
+    return experts_by_text(*given, **how, imbalance=_IMBALANCE.get())
 
 
 def _read(name: str, function: OfRows, *how: Any, **more: Any) -> Body:
@@ -141,37 +144,22 @@ def experts_by_text(
 
     `imbalance` says how it is priced, and changes no value.
     """
-    given = input, ids, weights, up, down, up_bias, down_bias, more
+    given = input, ids, weights, up, down, up_bias, down_bias
     how = dict(body=body, behind=behind, layout=layout, transposed=transposed, imbalance=imbalance)
-    tensors = [x for x in (*given[:-1], *more) if x is not None]
+    tensors = [x for x in (*given, *more) if x is not None]
     if has_torch_function(tensors):
-        made: Tensor = handle_torch_function(experts_by_text, tensors, *given, **how)
+        made: Tensor = handle_torch_function(experts_by_text, tensors, *given, more, **how)
         return made
-    return experts_on_device(*given, body=body, behind=behind, transposed=transposed)
+    biases = up_bias is not None, down_bias is not None
+    setup = Setup(body, max(1, ids.numel()), transposed, biases, behind=behind)
+    return experts_on_device(**dict(zip(_TENSORS, given, strict=True)), more=more, setup=setup.text())
 
 
-def experts_on_device(
-    input: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    more: Sequence[Tensor] = (),
-    body: str = "",
-    behind: str = "",
-    transposed: bool = False,
-    hops: str = "",
-    chunk: int = 0,
-    **_: Any,
-) -> Tensor:
+def experts_on_device(*, setup: str, more: Sequence[Tensor] = (), **given: Any) -> Tensor:
     """What a device computes: with the experts that it holds, and with those to which its rows travel."""
-    matrices = up, down, up_bias, down_bias
-    size = chunk or max(1, ids.numel())
-    made: Tensor = experts_op(input, ids.long(), weights, *matrices, list(more), body, behind, transposed, hops, size)[
-        0
-    ]
+    tensors = [given[name] for name in _TENSORS if given.get(name) is not None]
+    tensors[1] = tensors[1].long()
+    made: Tensor = experts_op([*tensors, *more], setup)[0]
     return made
 
 
@@ -194,7 +182,7 @@ def rule(arguments: Mapping[str, Any]) -> Rule:
 
 def hops_at(here: Here, call: OpCall) -> tuple[Hop, ...]:
     """The axes that cut experts, major first, with what travels along each for a balanced router."""
-    _, (_, k), (experts, *_) = (call.arguments[name].shape for name in ("input", "ids", "up"))
+    (tokens, _), (_, k), (experts, *_) = (call.arguments[name].shape for name in ("input", "ids", "up"))
     cut, rows_lie = here.lies(3), here.lies(0)
     room = largest_local_shape(call.arguments["input"].shape, rows_lie, here.mesh)[0]
     balanced, found, left = float(room), [], experts
@@ -235,9 +223,11 @@ def part_of_experts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
             at=call.source,
             advice="autopar.testing.on_threads or on_processes",
         )
-    pairs = _pairs(here, call, hops)
-    chunk = math.ceil(_SPARE * pairs) if hops else 0
-    return experts_on_device, {**kwargs, "hops": hops_as_text(hops), "chunk": chunk}
+    given = {name: kwargs[name] for name in (*_TENSORS, "more") if kwargs.get(name) is not None}
+    biases = "up_bias" in given, "down_bias" in given
+    behind = kwargs.get("behind", "")
+    setup = Setup(kwargs["body"], _chunk(here, call, hops), kwargs.get("transposed", False), biases, hops, behind)
+    return experts_on_device, {**given, "setup": setup.text()}
 
 
 def _sizes(call: OpCall) -> tuple[int, int, int, int]:
@@ -270,8 +260,8 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
 def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """The products [batch, m, k] by [batch, k, n] of a device in forward and backward, as (batch, m, n, k).
 
-    Backward makes the first again, and the second where something stands behind it. The fullest device has more rows
-    than the mean where experts are divided.
+    Backward makes results again where something stands behind them. The fullest device has more rows than the mean
+    where experts are divided.
     """
     hops = hops_at(here, call)
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
@@ -280,14 +270,24 @@ def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tu
     h = call.arguments["input"].shape[1]
     rows = _pairs(here, call, hops) * (call.arguments.get("imbalance", 1.1) if hops else 1.0) / up[0]
     first, second = (up[0], rows, width, h), (up[0], rows, h, inner)
-    again = [first, second] if call.arguments.get("behind") else [first]
     back = [(up[0], rows, inner, h), (up[0], inner, h, rows), (up[0], rows, h, width), (up[0], width, h, rows)]
-    return [first, second], [*again, *back]
+    return [first, second], [*([second] if call.arguments.get("behind") else []), *back]
 
 
 def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
-    """Bytes of the rows that arrived from other devices."""
-    return arrivals(hops_at(here, call)) * _sizes(call)[0]
+    """Bytes of the rows that arrived from other devices, and of what the first matrices made of a chunk."""
+    hops = hops_at(here, call)
+    up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
+    width = up[2 if call.arguments.get("transposed") else 1]
+    return (
+        Setup("", 0, hops=hops).arrivals * _sizes(call)[0]
+        + _chunk(here, call, hops) * width * call.arguments["input"].itemsize
+    )
+
+
+def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
+    """Pairs that are computed at once: all of a device's own, or those of a balanced router and a quarter more."""
+    return math.ceil((_SPARE if hops else 1.0) * _pairs(here, call, hops))
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
@@ -302,13 +302,13 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
     down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
     two, one = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
-    pairs = math.ceil((_SPARE if hops else 1.0) * _pairs(here, call, hops))
+    pairs = _chunk(here, call, hops)
     h = input.shape[1]
     visits = [held[0][0], *(hop.parts * hop.rows for hop in hops if hop.travels)]
     on_the_way = sum(visits[1:]) * (2 * row + route)
     sums = visits[-1] * h * (2 * input.itemsize + wide)
     forward = pairs * (h + max(two + 2 * one, one + h)) * input.itemsize + sums + on_the_way
-    backward = pairs * (h + 2 * two + 3 * one) * input.itemsize + sums + 2 * on_the_way
+    backward = pairs * (h + two + 3 * one) * input.itemsize + sums + 2 * on_the_way
     return int(forward), int(backward)
 
 

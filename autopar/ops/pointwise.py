@@ -183,6 +183,8 @@ each(
 # comparisons, bits and truth
 for name in ("eq", "ne", "lt", "le", "gt", "ge"):
     op(name, getattr(torch, name), PAIR, getattr(T, name), getattr(T, f"__{name}__"), rule=TWO, keeps="", truth=True)
+for name, also in dict(ne="not_equal", lt="less", le="less_equal", gt="greater", ge="greater_equal").items():
+    spell(name, (getattr(torch, also), getattr(T, also), PAIR))
 op("bitwise_and", torch.bitwise_and, PAIR, T.bitwise_and, T.__and__, T.__rand__, rule=TWO, keeps="")
 op("bitwise_or", torch.bitwise_or, PAIR, T.bitwise_or, T.__or__, T.__ror__, rule=TWO, keeps="")
 op("bitwise_xor", torch.bitwise_xor, PAIR, T.bitwise_xor, T.__xor__, T.__rxor__, rule=TWO)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ops.entry import OPS, Op, T, each, op, translates
-from autopar.ops.exchange import Along
+from autopar.ops.exchange import BACKWARD, Along, Exchange, LargestShapes
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import Row, along, dims_of, removed, resized, rule_from
 from autopar.runtime import forms
@@ -78,6 +78,48 @@ def parts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
 def exchanged(call: OpCall, along: Along | None) -> tuple[int, int]:
     """All-reduces of a maximum: its value and, for the gradient, the number of entries that attain it."""
     return (2 if "float" in call.outputs[0].dtype else 1), 0
+
+
+def running(arguments: Mapping[str, Any]) -> Rule:
+    """The dim of a sum that runs may be cut: each part begins with the totals of those before it."""
+    row = Row.of(arguments["input"]).replaced(arguments["dim"], "run^")
+    return rule_from([row], [row], linear="x" if "float" in arguments["input"].dtype else "")
+
+
+def running_part(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
+    """The local form of a running sum along a cut dim; else None."""
+    given = call.arguments["input"]
+    dim = call.arguments["dim"] % max(1, len(given.shape))
+    order = here.lies(0).cuts.get(dim, [])
+    if not order:
+        return None
+    size = 1
+    cuts: tuple[tuple[str, int], ...] = ()
+    for axis in reversed(order):
+        size *= here.mesh.shape[axis]
+        cuts = ((here.mesh.axes[axis], size), *cuts)
+    return forms.cumsum_part, {**kwargs, "dim": dim, "cuts": cuts}
+
+
+def totals_before(call: OpCall, along: Along | None) -> tuple[Exchange, ...]:
+    """The messages of a running sum along a cut dim: totals, and the gradients of totals."""
+    out = call.outputs[0]
+    dim = call.arguments["dim"] % max(1, len(out.shape))
+
+    def nbytes(shapes: LargestShapes, n: int) -> float:
+        others = (size for d, size in enumerate(shapes[0]) if d != dim)
+        parts = -(-out.shape[dim] // max(1, shapes[0][dim]))
+        return float(parts * math.prod(others) * out.itemsize)
+
+    back = (Exchange("all_reduce", BACKWARD, nbytes=nbytes),) if "float" in out.dtype else ()
+    return Exchange("all_reduce", nbytes=nbytes), *back
+
+
+def histogram(arguments: Mapping[str, Any]) -> Rule | None:
+    """Counts of parts add up, where the bins do not follow from the values."""
+    if not arguments.get("min", 0) < arguments.get("max", 0):
+        return None
+    return rule_from([Row.of(arguments["input"])], [["bins!"]])
 
 
 def _translates_spread(name: str, *functions: Any) -> None:
@@ -189,6 +231,7 @@ each("max min", "input:T, dim, keepdim=False", rule=removed())
 each("median nanmedian", DIMS, rule=removed())
 each("aminmax", "input:T, *, dim=None, keepdim=False", rule=removed())
 each("prod nansum", f"{DIMS}, *, dtype=None", rule=removed())
+each("histc", "input:T, bins=100, min=0, max=0", rule=histogram, keeps="")
 each("count_nonzero", "input:T, dim=None", rule=removed())
 for name in ("var", "std", "var_mean", "std_mean"):
     op(name, spread(name), "input:T, dim=None, correction=1, keepdim=False", rule=removed())
@@ -212,7 +255,17 @@ for name in ("softmax", "log_softmax"):
         reach="softmax",
     )
 op("normalize", F.normalize, "input:T, p=2.0, dim=1, eps=1e-12, out=None", rule=along(1))
-each("cumsum", "input:T, dim, *, dtype=None", rule=along(linear="x"), keeps="", reach="running")
+each(
+    "cumsum",
+    "input:T, dim, *, dtype=None",
+    rule=running,
+    serves="^",
+    form=running_part,
+    exchanges=totals_before,
+    counts="run",
+    keeps="",
+    reach="running",
+)
 each("cumprod", "input:T, dim, *, dtype=None", rule=along())
 each("cummax cummin logcumsumexp", "input:T, dim", rule=along())
 each("renorm", "input:T, p, dim, maxnorm", rule=renorm)

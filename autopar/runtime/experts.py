@@ -9,17 +9,19 @@ Rows are sorted by expert, and each expert multiplies its group. Where devices h
 A visit is a row on its way to a device: it goes there once, however many of its experts stand there. Counts travel
 first, so that all devices know all of them and the number of rounds; a round brings at most `rows` visits from a device
 to another, so that no routing takes more memory than another, but more rounds. Nothing is dropped. Of the first round
-the rows that arrived are kept for backward; of later ones they are sent again. Several axes nest, the major one first.
+the rows that arrived, and what the first matrices make of them, are kept for backward; of later ones they are sent and
+made again. Several axes nest, the major one first.
 
-Backward makes hidden rows again, and is written by hand, as these functions are kernels of custom ops.
+Backward is written by hand, as these functions are kernels of custom ops.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,8 @@ from autopar.runtime.bodies import gradients_of_body, reads_of, run_body
 from autopar.runtime.collectives import Axis, gather_into
 from autopar.runtime.grouped import gradient_by_groups, product_by_groups
 
+T = TypeVar("T")
+
 
 class Hop(NamedTuple):
     """An axis that cuts experts: rows travel to the device of their experts, or those of others are left out."""
@@ -38,7 +42,7 @@ class Hop(NamedTuple):
     parts: int
     experts: int  # experts before the axis cuts them
     rows: int  # visits from a device to another in a round; 0: rows stay, and a device has its own experts alone
-    index: int = -1  # this device's place on the axis, where rows stay
+    place: int = -1  # of this device on the axis, where rows stay
 
     @property
     def step(self) -> int:
@@ -49,13 +53,49 @@ class Hop(NamedTuple):
         return self.rows > 0
 
 
-def hops_as_text(hops: Sequence[Hop]) -> str:
-    """Hops as an argument of a custom op."""
-    return json.dumps([list(hop) for hop in hops]) if hops else ""
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a device does, beside its tensors; as text it is an argument of the ops."""
 
+    body: str
+    chunk: int  # pairs of a row and an expert whose hidden rows are in memory at once
+    transposed: bool = False  # matrices lie as [experts, in, out]
+    biases: tuple[bool, bool] = (False, False)  # whether the first and the last matrices have biases
+    hops: tuple[Hop, ...] = ()
+    behind: str = ""  # a body that each result goes through before it is weighted, or ""
 
-def hops_of(text: str) -> tuple[Hop, ...]:
-    return tuple(Hop(*given) for given in json.loads(text)) if text else ()
+    def text(self) -> str:
+        return json.dumps([self.body, self.chunk, self.transposed, self.biases, self.hops, self.behind])
+
+    @staticmethod
+    @functools.cache
+    def of(text: str) -> Setup:
+        """The setup that `text` says."""
+        body, chunk, transposed, biases, hops, behind = json.loads(text)
+        return Setup(body, chunk, transposed, tuple(biases), tuple(Hop(*hop) for hop in hops), behind)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which rows travel, major first."""
+        return tuple(hop.axis for hop in self.hops if hop.travels)
+
+    @property
+    def arrivals(self) -> int:
+        """Rows of the buffer that holds what arrived in the first round of the outermost exchange."""
+        return next((hop.parts * hop.rows for hop in self.hops if hop.travels), 0)
+
+    def width(self, up: Tensor) -> int:
+        """The columns of what the body takes."""
+        return up.shape[2 if self.transposed else 1]
+
+    def named(self, tensors: Sequence[T]) -> list[T | None]:
+        """The tensors of a call, None for a bias that it has not."""
+        more = iter(tensors[5:])
+        return [*tensors[:5], *(next(more) if has else None for has in self.biases)]
+
+    def more(self, tensors: Sequence[T]) -> Sequence[T]:
+        """The tensors of a call that bodies read besides rows."""
+        return tensors[5 + sum(self.biases) :]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,50 +106,38 @@ class _Matrices:
     down: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
-    given: Sequence[Tensor]  # what body and behind read besides rows
-    body: str
-    behind: str  # a body that each result goes through before it is weighted, or ""
-    transposed: bool  # matrices lie as [experts, in, out]
-    chunk: int  # pairs of a row and an expert whose hidden rows are in memory at once
+    more: Sequence[Tensor]  # what bodies read besides rows: first the one between the matrices, then the one behind
+    setup: Setup
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
     def hidden(self, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """What the body takes."""
-        made = product_by_groups(rows, self.up, ends, not self.transposed)
+        made = product_by_groups(rows, self.up, ends, not self.setup.transposed)
         return made if self.up_bias is None else made + self.up_bias[experts]
 
     def results(self, hidden: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """What the last matrices make of hidden rows."""
-        made = product_by_groups(hidden, self.down, ends, not self.transposed)
+        made = product_by_groups(hidden, self.down, ends, not self.setup.transposed)
         return made if self.down_bias is None else made + self.down_bias[experts]
 
-    @property
-    def first_behind(self) -> int:
-        """The first tensor that is read behind the last matrices, and not between the two."""
-        return reads_of(self.body)
+    def places(self, body: str) -> range:
+        """The places of what a body reads besides rows."""
+        first = reads_of(self.setup.body)
+        return range(first) if body == self.setup.body else range(first, len(self.more))
 
-    def run_between(self, rows: Tensor) -> Tensor:
-        return run_body(self.body)(rows, *self.given[: self.first_behind])
+    def run(self, body: str, rows: Tensor) -> Tensor:
+        return run_body(body)(rows, *(self.more[i] for i in self.places(body)))
 
-    def run_behind(self, rows: Tensor) -> Tensor:
-        return run_body(self.behind)(rows, *self.given[self.first_behind :])
-
-    def back_between(self, rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
-        return self._back(self.body, (0, self.first_behind), rows, gradient, ends)
-
-    def back_behind(self, rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
-        return self._back(self.behind, (self.first_behind, len(self.given)), rows, gradient, ends)
-
-    def _back(self, body: str, reads: tuple[int, int], rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    def back(self, body: str, rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
         """The gradient of a body's rows; those of what it reads besides are added to the others."""
-        places = range(*reads)
+        places = self.places(body)
         if places:  # Rows of no expert are arbitrary, and must not be summed with the others.
             is_there = _are_there(rows, ends)
             other = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
             rows, gradient = torch.where(is_there, rows, other), torch.where(is_there, gradient, 0)
-        of_rows, *of_given = gradients_of_body(body, rows, [self.given[i] for i in places], gradient)
-        for i, found in zip(places, of_given, strict=True):
-            self.add(f"given {i}", found.to(_wide(found)))
+        of_rows, *of_more = gradients_of_body(body, rows, [self.more[i] for i in places], gradient)
+        for i, found in zip(places, of_more, strict=True):
+            self.add(f"more {i}", found.to(_wide(found)))
         return of_rows
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -124,9 +152,9 @@ class _Matrices:
             self.add(name, summed.index_add_(0, experts, own.to(summed.dtype)))
 
     def all_gradients(self) -> list[Tensor]:
-        """Gradients of the matrices, of the biases that there are, and of what else is read."""
+        """Gradients of the matrices, of the biases that there are, and of what bodies read besides rows."""
         of = {name: getattr(self, name) for name in ("up", "down", "up_bias", "down_bias")}
-        of.update((f"given {i}", x) for i, x in enumerate(self.given))
+        of.update((f"more {i}", x) for i, x in enumerate(self.more))
         found = {name: self.gradients.get(name, torch.zeros_like(x)) for name, x in of.items() if x is not None}
         return [gradient.to(of[name].dtype) for name, gradient in found.items()]
 
@@ -134,6 +162,14 @@ class _Matrices:
 def _are_there(rows: Tensor, ends: Tensor) -> Tensor:
     """Which of some pairs, in the order of experts, have an expert here."""
     return (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What backward gets of the first round: rows that arrived, and what the body takes of the first chunk."""
+
+    arrived: Tensor
+    before: Tensor
 
 
 class _Sorted:
@@ -186,60 +222,74 @@ def _wide(*tensors: Tensor) -> torch.dtype:
     return dtype
 
 
-def _computed(x: Tensor, ids: Tensor, weights: Tensor, of: _Matrices, is_whole: bool) -> Tensor:
+class _Rows(NamedTuple):
+    """Rows, and where they go with what weights."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+def _computed(rows: _Rows, of: _Matrices, is_whole: bool, keep: _Kept | None) -> Tensor:
     """The weighted sums of what this device's experts make of its rows."""
-    pairs = _Sorted(ids, of.up.shape[0], is_whole)
-    out = torch.zeros(x.shape, dtype=_wide(x, weights), device=x.device)
-    for first, last in pairs.chunks(of.chunk):
-        rows, experts, ends = pairs.of(first, last)
-        hidden = of.run_between(of.hidden(x[rows], experts, ends))
+    pairs = _Sorted(rows.ids, of.up.shape[0], is_whole)
+    out = torch.zeros(rows.x.shape, dtype=_wide(rows.x, rows.weights), device=rows.x.device)
+    for first, last in pairs.chunks(of.setup.chunk):
+        places, experts, ends = pairs.of(first, last)
+        before = of.hidden(rows.x[places], experts, ends)
+        if keep is not None and first == 0:
+            keep.before[: last - first] = before
+        hidden = of.run(of.setup.body, before)
+        del before
         made = of.results(hidden, experts, ends)
         del hidden
-        if of.behind:
-            made = of.run_behind(made)
-        pairs.add_to(out, made, first, last, weights)
-    return out.to(x.dtype)
+        if of.setup.behind:
+            made = of.run(of.setup.behind, made)
+        pairs.add_to(out, made, first, last, rows.weights)
+    return out.to(rows.x.dtype)
 
 
 def _computed_back(
-    x: Tensor, ids: Tensor, weights: Tensor, gradient: Tensor, of: _Matrices, is_whole: bool
+    rows: _Rows, gradient: Tensor, of: _Matrices, is_whole: bool, kept: _Kept | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of rows and weights; those of matrices are added to `of`.
 
     What is no longer read is freed at once: hidden rows are the largest tensors of a step.
     """
+    x, ids, weights = rows
+    body, behind, transposed = of.setup.body, of.setup.behind, of.setup.transposed
     pairs = _Sorted(ids, of.up.shape[0], is_whole)
     of_x = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
     of_weights = torch.zeros(weights.shape, dtype=_wide(x, weights), device=x.device)
-    for first, last in pairs.chunks(of.chunk):
-        rows, experts, ends = pairs.of(first, last)
-        given = x[rows]
-        before = of.hidden(given, experts, ends)
-        hidden = of.run_between(before)
-        comes = gradient[rows]
+    for first, last in pairs.chunks(of.setup.chunk):
+        places, experts, ends = pairs.of(first, last)
+        given = x[places]
+        before = kept.before[: last - first] if kept and first == 0 else of.hidden(given, experts, ends)
+        hidden = of.run(body, before)
+        comes = gradient[places]
         share = weights.flatten()[pairs.order[first:last], None]
-        if of.behind:
+        if behind:
             made = of.results(hidden, experts, ends)
-            of_share = _dots(comes, of.run_behind(made))
-            comes = of.back_behind(made, torch.mul(comes, share, out=comes), ends)
+            of_share = _dots(comes, of.run(behind, made))
+            comes = of.back(behind, made, torch.mul(comes, share, out=comes), ends)
             del made
-            of_hidden = product_by_groups(comes, of.down, ends, of.transposed)
+            of_hidden = product_by_groups(comes, of.down, ends, transposed)
         else:  # The product without weights gives their gradients, too.
-            of_hidden = product_by_groups(comes, of.down, ends, of.transposed)
+            of_hidden = product_by_groups(comes, of.down, ends, transposed)
             of_share = _dots(of_hidden, hidden)
             if of.down_bias is not None:
                 of_share = of_share + _dots(comes, of.down_bias[experts])
             torch.mul(of_hidden, share, out=of_hidden)
             torch.mul(comes, share, out=comes)
-        of.add("down", _laid_out(comes, hidden, ends, of.transposed))
+        of.add("down", _laid_out(comes, hidden, ends, transposed))
         of.add_bias("down_bias", comes, experts, ends)
         del hidden, comes
-        of_before = of.back_between(before, of_hidden, ends)
+        of_before = of.back(body, before, of_hidden, ends)
         del before, of_hidden
-        of.add("up", _laid_out(of_before, given, ends, of.transposed))
+        of.add("up", _laid_out(of_before, given, ends, transposed))
         of.add_bias("up_bias", of_before, experts, ends)
         del given
-        back = product_by_groups(of_before, of.up, ends, of.transposed)
+        back = product_by_groups(of_before, of.up, ends, transposed)
         del of_before
         pairs.add_to(of_x, back, first, last)
         for j in range(pairs.slots):
@@ -329,257 +379,165 @@ class _Round:
 
     def back(self, y: Tensor, to: Tensor) -> None:
         """Return something of each visit, and add it to its row; one device after the other, in a fixed order."""
-        for rows, made in zip(self.rows, self.returned(y), strict=True):
+        returned = _exchanged(y, self.axis, self.comes, self.sends).split(self.sends)
+        for rows, made in zip(self.rows, returned, strict=True):
             to.index_add_(0, rows, made.to(to.dtype))
 
-    def returned(self, y: Tensor) -> Sequence[Tensor]:
-        return _exchanged(y, self.axis, self.comes, self.sends).split(self.sends)
 
-
-Axes = Mapping[str, Axis]
-Kept = Callable[[Tensor], None]
-
-
-def _staying(ids: Tensor, hop: Hop) -> Tensor:
+def _staying(rows: _Rows, hop: Hop) -> _Rows:
     """Ids among this device's own experts; what others have is of no expert here."""
-    local = ids - hop.index * hop.step
-    is_here = (ids >= 0) & (ids < hop.experts) & (local >= 0) & (local < hop.step)
-    return torch.where(is_here, local, -1)
+    local = rows.ids - hop.place * hop.step
+    is_here = (rows.ids >= 0) & (rows.ids < hop.experts) & (local >= 0) & (local < hop.step)
+    return rows._replace(ids=torch.where(is_here, local, -1))
 
 
-def _forward(
-    x: Tensor, ids: Tensor, weights: Tensor, of: _Matrices, hops: Sequence[Hop], axes: Axes, keep: Kept | None
-) -> Tensor:
-    if not hops:
-        return _computed(x, ids, weights, of, is_whole=keep is None)
-    hop, *inner = hops
-    if not hop.travels:
-        return _forward(x, _staying(ids, hop), weights, of, inner, axes, keep)
-    out = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
-    way = _Way(ids, hop, axes[hop.axis], [axes[h.axis] for h in inner if h.travels])
-    for i in range(way.rounds):
-        here = way.round(i)
-        arrived = here.there(x)
-        if keep is not None and i == 0:
-            keep(arrived)
-        here.back(_forward(arrived, *here.routes(weights), of, inner, axes, _nowhere), out)
-    return out.to(x.dtype)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Device:
+    """What a device computes and sends, axis by axis.
 
+    Only the outermost exchange keeps rows that arrive: inner ones are near, and send them again.
+    """
 
-def _nowhere(arrived: Tensor) -> None:
-    """Inner exchanges keep nothing: they are near, and send rows again."""
+    of: _Matrices
+    axes: Mapping[str, Axis]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the device has all experts, so that each pair is its own."""
+        return not self.of.setup.hops
 
-def _backward(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gradient: Tensor,
-    of: _Matrices,
-    hops: Sequence[Hop],
-    axes: Axes,
-    kept: Tensor | None,
-    is_whole: bool,
-) -> tuple[Tensor, Tensor]:
-    if not hops:
-        return _computed_back(x, ids, weights, gradient, of, is_whole)
-    hop, *inner = hops
-    if not hop.travels:
-        return _backward(x, _staying(ids, hop), weights, gradient, of, inner, axes, kept, is_whole)
-    of_x = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
-    of_weights = torch.zeros(weights.shape, dtype=_wide(weights), device=x.device)
-    way = _Way(ids, hop, axes[hop.axis], [axes[h.axis] for h in inner if h.travels])
-    for i in range(way.rounds):
-        here = way.round(i)
-        arrived = kept[: sum(here.comes)] if kept is not None and i == 0 else here.there(x)
-        given = here.routes(weights)
-        found = _backward(arrived, *given, here.there(gradient), of, inner, axes, None, False)
-        here.back(found[0], of_x)
-        returned = here.returned(torch.where(given[0] >= 0, found[1], 0))
-        for rows, made in zip(here.rows, returned, strict=True):
-            of_weights.index_add_(0, rows, made.to(of_weights.dtype))
-    return of_x.to(x.dtype), of_weights.to(weights.dtype)
+    def _way(self, rows: _Rows, hop: Hop, inner: Sequence[Hop]) -> _Way:
+        return _Way(rows.ids, hop, self.axes[hop.axis], [self.axes[h.axis] for h in inner if h.travels])
+
+    def forward(self, rows: _Rows, hops: Sequence[Hop], keep: _Kept | None, is_outer: bool = True) -> Tensor:
+        """The results of rows."""
+        if not hops:
+            return _computed(rows, self.of, self.is_whole, keep)
+        hop, *inner = hops
+        if not hop.travels:
+            return self.forward(_staying(rows, hop), inner, keep, is_outer)
+        out = torch.zeros(rows.x.shape, dtype=_wide(rows.x), device=rows.x.device)
+        way = self._way(rows, hop, inner)
+        for i in range(way.rounds):
+            here = way.round(i)
+            arrived = here.there(rows.x)
+            keeps = keep if i == 0 else None
+            if keeps is not None and is_outer:
+                keeps.arrived[: arrived.shape[0]] = arrived
+            here.back(self.forward(_Rows(arrived, *here.routes(rows.weights)), inner, keeps, False), out)
+        return out.to(rows.x.dtype)
+
+    def backward(
+        self, rows: _Rows, gradient: Tensor, hops: Sequence[Hop], kept: _Kept | None, is_outer: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of rows and weights."""
+        if not hops:
+            return _computed_back(rows, gradient, self.of, self.is_whole, kept)
+        hop, *inner = hops
+        if not hop.travels:
+            return self.backward(_staying(rows, hop), gradient, inner, kept, is_outer)
+        x, _, weights = rows
+        of_x = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
+        of_weights = torch.zeros(weights.shape, dtype=_wide(weights), device=x.device)
+        way = self._way(rows, hop, inner)
+        for i in range(way.rounds):
+            here = way.round(i)
+            keeps = kept if i == 0 else None
+            arrived = keeps.arrived[: sum(here.comes)] if keeps is not None and is_outer else here.there(x)
+            given = _Rows(arrived, *here.routes(weights))
+            of_arrived, of_given = self.backward(given, here.there(gradient), inner, keeps, False)
+            here.back(of_arrived, of_x)
+            here.back(torch.where(given.ids >= 0, of_given, 0), of_weights)
+        return of_x.to(x.dtype), of_weights.to(weights.dtype)
 
 
 # -- as ops: in a program the names of axes become axes, and the functions are called instead
 
 
-def arrivals(hops: Sequence[Hop]) -> int:
-    """Rows of the buffer that holds what arrived in the first round of the outermost exchange."""
-    return next((hop.parts * hop.rows for hop in hops if hop.travels), 0)
+def experts_forward(tensors: Sequence[Tensor], axes: Sequence[Axis], setup: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of a device's rows, and what backward gets of the first round.
 
-
-def experts_forward(
-    x: Tensor,
-    axes: Sequence[Axis],
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    given: list[Tensor],
-    body: str,
-    behind: str,
-    transposed: bool,
-    hops: str,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """The result of a device's rows, and the rows that arrived here in the first round."""
-    of = _Matrices(up, down, up_bias, down_bias, given, body, behind, transposed, chunk)
-    way = hops_of(hops)
-    kept = x.new_zeros(arrivals(way), x.shape[1])
-
-    def keep(arrived: Tensor) -> None:
-        kept[: arrived.shape[0]] = arrived
-
-    return _forward(x, ids, weights, of, way, {a.name: a for a in axes}, keep if way else None), kept
+    `tensors` are rows, ids, weights, both matrices, the biases that there are, and what bodies read besides rows.
+    """
+    how = Setup.of(setup)
+    x, ids, weights, up, *_ = tensors
+    keep = _Kept(x.new_zeros(how.arrivals, x.shape[1]), x.new_zeros(how.chunk, how.width(up)))
+    out = _device(tensors, axes, how).forward(_Rows(x, ids, weights), how.hops, keep)
+    return out, keep.arrived, keep.before
 
 
 def experts_backward(
-    x: Tensor,
-    axes: Sequence[Axis],
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    given: list[Tensor],
-    arrived: Tensor,
-    gradient: Tensor,
-    body: str,
-    behind: str,
-    transposed: bool,
-    hops: str,
-    chunk: int,
+    tensors: Sequence[Tensor], axes: Sequence[Axis], kept: Sequence[Tensor], gradient: Tensor, setup: str
 ) -> list[Tensor]:
-    """Gradients of rows, weights, matrices, of the biases that there are, and of what bodies read besides."""
-    of = _Matrices(up, down, up_bias, down_bias, given, body, behind, transposed, chunk)
-    way = hops_of(hops)
-    kept = arrived if arrivals(way) else None
-    by_name = {a.name: a for a in axes}
-    of_x, of_weights = _backward(x, ids, weights, gradient, of, way, by_name, kept, not way)
-    return [of_x, of_weights, *of.all_gradients()]
+    """Gradients of all tensors but ids."""
+    how = Setup.of(setup)
+    device = _device(tensors, axes, how)
+    x, ids, weights, *_ = tensors
+    found = device.backward(_Rows(x, ids, weights), gradient, how.hops, _Kept(*kept))
+    return [*found, *device.of.all_gradients()]
+
+
+def _device(tensors: Sequence[Tensor], axes: Sequence[Axis], how: Setup) -> _Device:
+    up, down, up_bias, down_bias = how.named(tensors)[3:]
+    assert up is not None and down is not None
+    of = _Matrices(up, down, up_bias, down_bias, how.more(tensors), how)
+    return _Device(of, {axis.name: axis for axis in axes})
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())
-def experts_op(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    given: list[Tensor],
-    body: str,
-    behind: str,
-    transposed: bool,
-    hops: str,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    how = body, behind, transposed, hops, chunk
-    return experts_forward(x, (), ids, weights, up, down, up_bias, down_bias, given, *how)
+def experts_op(tensors: Sequence[Tensor], setup: str) -> tuple[Tensor, Tensor, Tensor]:
+    return experts_forward(tensors, (), setup)
 
 
 @experts_op.register_fake
-def _(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    given: list[Tensor],
-    body: str,
-    behind: str,
-    transposed: bool,
-    hops: str,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(arrivals(hops_of(hops)), x.shape[1])
+def _(tensors: Sequence[Tensor], setup: str) -> tuple[Tensor, Tensor, Tensor]:
+    x, how = tensors[0], Setup.of(setup)
+    arrived = x.new_empty(how.arrivals, x.shape[1])
+    return x.new_empty(x.shape), arrived, x.new_empty(how.chunk, how.width(tensors[3]))
 
 
 @torch.library.custom_op("autopar::experts_backward", mutates_args=())
 def experts_backward_op(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    given: list[Tensor],
-    arrived: Tensor,
-    gradient: Tensor,
-    body: str,
-    behind: str,
-    transposed: bool,
-    hops: str,
-    chunk: int,
+    tensors: Sequence[Tensor], kept: Sequence[Tensor], gradient: Tensor, setup: str
 ) -> list[Tensor]:
-    how = body, behind, transposed, hops, chunk
-    return experts_backward(x, (), ids, weights, up, down, up_bias, down_bias, given, arrived, gradient, *how)
+    return experts_backward(tensors, (), kept, gradient, setup)
 
 
 @experts_backward_op.register_fake
-def _(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    given: list[Tensor],
-    arrived: Tensor,
-    gradient: Tensor,
-    body: str,
-    behind: str,
-    transposed: bool,
-    hops: str,
-    chunk: int,
-) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (x, weights, up, down, up_bias, down_bias, *given) if t is not None]
+def _(tensors: Sequence[Tensor], kept: Sequence[Tensor], gradient: Tensor, setup: str) -> list[Tensor]:
+    return [t.new_empty(t.shape) for i, t in enumerate(tensors) if i != _IDS]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, given, ctx.body, ctx.behind, ctx.transposed, ctx.hops, ctx.chunk = inputs
-    ctx.save_for_backward(*tensors, *given, output[1])
-    ctx.given = len(given)
-    ctx.mark_non_differentiable(output[1])
+_IDS = 1  # place of the ids, which have no gradient
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    tensors, ctx.setup = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[list[Tensor | None] | None, None]:
+    *tensors, arrived, before = ctx.saved_tensors
     if gradient is None:
-        return (*(None,) * 7, [None] * ctx.given, *(None,) * 5)
-    saved = ctx.saved_tensors
-    tensors, given, arrived = saved[:7], list(saved[7:-1]), saved[-1]
-    how = ctx.body, ctx.behind, ctx.transposed, ctx.hops, ctx.chunk
-    of_x, of_weights, up, down, *rest = experts_backward_op(*tensors, given, arrived, gradient.contiguous(), *how)
-    of_biases = iter(rest)
-    biases = [next(of_biases) if bias is not None else None for bias in tensors[5:7]]
-    return of_x, None, of_weights, up, down, *biases, list(of_biases), *(None,) * 5
+        return [None] * len(tensors), None
+    of_x, *rest = experts_backward_op(tensors, [arrived, before], gradient.contiguous(), ctx.setup)
+    return [of_x, None, *rest], None
 
 
 experts_op.register_autograd(_gradients, setup_context=_remember)
-
 
 EXCHANGING: dict[Any, Callable[..., Any]] = {  # an op, and the function that runs it where its rows travel
     torch.ops.autopar.experts.default: experts_forward,
     torch.ops.autopar.experts_backward.default: experts_backward,
 }
-_HOPS = -2  # place of the hops among the arguments
 
 
 def sent_by(op: Any, arguments: Sequence[Any]) -> Iterator[tuple[str, str, int]]:
     """The messages of a call of an exchanging op for a balanced router: axis, kind and number."""
-    travelling = [hop.axis for hop in hops_of(arguments[_HOPS]) if hop.travels]
     is_back = op is torch.ops.autopar.experts_backward.default
-    for place, axis in enumerate(travelling):
+    for place, axis in enumerate(Setup.of(arguments[-1]).axes):
         yield axis, "all_gather", 1
         yield axis, "all_reduce", place
         yield axis, "all_to_all", 4 + (place > 0) if is_back else 3
@@ -587,5 +545,5 @@ def sent_by(op: Any, arguments: Sequence[Any]) -> Iterator[tuple[str, str, int]]
 
 def on_axes(op: Any, arguments: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """The function that runs an op whose rows travel, and its arguments, the names of its axes second."""
-    axes = tuple(hop.axis for hop in hops_of(arguments[_HOPS]) if hop.travels)
+    axes = Setup.of(arguments[-1]).axes
     return (EXCHANGING[op], (arguments[0], axes, *arguments[1:])) if axes else None

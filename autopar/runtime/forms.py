@@ -7,6 +7,7 @@
     attention_by_position     attention with dropout, written out; without it, where queries are cut:
                               runtime/attention.py
     arange_part               a count that begins where the part does
+    cumsum_part               a running sum that begins with the totals of the parts before it
 
 `cuts` name the axes that cut a dim, major first, each with the size of the dim before it.
 """
@@ -427,6 +428,16 @@ def arange_part(start: float, step: float, length: int, cuts: Cuts, dtype: torch
     if isinstance(start, float) or isinstance(step, float):
         places = places.double()
     return (places * step + start).to(dtype)
+
+
+def cumsum_part(input: Tensor, dim: int, cuts: Cuts, dtype: torch.dtype | None = None) -> Tensor:
+    """Running sum of this device's part of a dim; `cuts` are those of a dim of one number a part."""
+    here = input.cumsum(dim, dtype=dtype)
+    places = torch.arange(cuts[0][1], device=input.device).view([-1 if d == dim else 1 for d in range(input.dim())])
+    own = start_of(input, cuts)
+    total = torch.where(places == own, input.sum(dim, keepdim=True, dtype=here.dtype), 0)
+    totals = exchanged(total, [axis for axis, _ in cuts])
+    return here + torch.where(places < own, totals, 0).sum(dim, keepdim=True, dtype=here.dtype)
 
 
 def rows_of_turn(input: Tensor, dim: int, turns: int, size: int) -> Tensor:

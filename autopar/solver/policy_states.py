@@ -93,7 +93,8 @@ def _conversions(space: Space, passages: Passages, names: Collection[str]) -> fr
 def _not_decided_by_names(passages: Passages) -> frozenset[int]:
     """Ops whose states a line may decide against a policy.
 
-    Views, which share the memory of what they show; ops inside a kernel, which are always repeated; and those whose
+    Views, which share the memory of what they show; ops inside a kernel, which are always repeated; routes, which never
+    are; and those whose
     results may be saved whatever is named: what leaves the graph, what loss heads in chunks make and keep, and what is
     made of a parameter that is gathered for the forward alone.
     """
@@ -104,7 +105,7 @@ def _not_decided_by_names(passages: Passages) -> frozenset[int]:
         is_view = any(made.shows != OWN for made in op.made)
         copies = [k for k, is_kept in kept.items() if k in passages.gathered and not is_kept]
         is_of_copy = any(passages.converted[k].any() for k in copies)
-        if is_view or op.is_inner or op.in_chunks or is_of_copy:
+        if is_view or op.is_inner or op.in_chunks or op.is_route or is_of_copy:
             found.add(time)
         if op.in_chunks:
             saved.update(k for k, is_kept in kept.items() if is_kept)

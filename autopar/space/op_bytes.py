@@ -177,7 +177,9 @@ class OpBytes:
         choices, types = self.wiring.site(op).choices, tuple(map(type_of, tensor_operands(op)))
 
         def made() -> tuple[np.ndarray, ...]:
-            rows = [bytes_of(self._parts(choice, types), OpOnDevice.fullest(self.bytes.mesh, choice)) for choice in choices]
+            rows = [
+                bytes_of(self._parts(choice, types), OpOnDevice.fullest(self.bytes.mesh, choice)) for choice in choices
+            ]
             return tuple(np.array(column, float) for column in zip(*rows, strict=True))
 
         return self.bytes.once((like, types), (choices,), made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch.fx as fx
@@ -58,6 +59,7 @@ class _Builder:
         self.op_bytes = op_bytes
         self.entering = entering
         self.cores = _cores(lifetimes.clock.ops)
+        self.routes = _routes(lifetimes.clock.ops)
         self._known: dict[Flows, int] = {}
         self.once = Once()
 
@@ -86,6 +88,7 @@ class _Builder:
             info(op).chunks > 1,
             op in lifetimes.inner,
             lifetimes.clock.at[lifetimes.runs_with[op]] if op in lifetimes.runs_with else OWN,
+            op in self.routes,
         )
 
     def _shown(self, op: fx.Node, value: fx.Node, edges: Sequence[int]) -> int:
@@ -115,6 +118,20 @@ class _Builder:
         if value in self.lifetimes.turned and type_of(value).requires_grad:
             bytes_ = self.bytes.copied(bytes_)
         return bytes_.made
+
+
+def _routes(ops: Sequence[fx.Node]) -> set[fx.Node]:
+    """The ops that make the ids of experts, back to those that choose them by numbers that are no integers."""
+    found = set[fx.Node]()
+    waiting: list[Any] = [op.kwargs["ids"] for op in ops if op_name(op) == "experts"]
+    while waiting:
+        value = waiting.pop()
+        if info(value).kind == "part":
+            found.add(value.args[0])
+        elif info(value).kind == "op" and value not in found:
+            found.add(value)
+            waiting += [n for n in value.all_input_nodes if "int" in info(n).outputs[0].dtype]
+    return found
 
 
 def _cores(ops: Sequence[fx.Node]) -> set[fx.Node]:

@@ -67,6 +67,7 @@ class Passage:
     in_chunks: bool = False  # whether it runs once for each chunk, forward and backward together
     is_inner: bool = False  # whether its result stays inside a kernel, in no memory
     runs_at: int = OWN  # the time of the op in whose kernel it runs; OWN: a kernel of its own
+    is_route: bool = False  # whether it says where rows go: made again it might say otherwise, so it never is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -421,7 +422,7 @@ class _TimelineWriter:
             is_core=op.is_core,
             is_forced=op.is_inner,
         )
-        if op.in_chunks:
+        if op.in_chunks or op.is_route:
             self.saved_always.update(v for v in (*makes, *keeps) if v != RESIDENT)
         self.run_of.append(len(self.runs))
         self._write(run)

@@ -162,7 +162,9 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
         refuse_opaque(output_leaves)
         tensors = [leaf for leaf in output_leaves if isinstance(leaf, Tensor)]
         updates = recorder.changes.updates(leaves)
+        recorder.values.chosen.refuse(tensors, "the model returns the chosen rows", at_their_line=True)
         recorder.add_output([*tensors, *(t for _, _, t in updates)])
+        recorder.values.chosen.rounds.check()
     recorder.program.arrange()
     sink(casts)
     names = output_names(outputs, call.loss is not None)

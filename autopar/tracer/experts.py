@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.letters import Letter, NotServed
+from autopar.letters import NotServed
 from autopar.ops.experts import experts
 
 _GetInterface = Callable[..., Callable[..., Tensor]]
@@ -25,22 +25,17 @@ def experts_of_transformers(original: _GetInterface, lines: list[str]) -> _GetIn
         implemented = original(interface, implementation, default)
 
         def forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            name = type(module).__name__
             if module._is_expert_parallel:
                 raise NotServed(
-                    f"transformers divides {name} itself, for a group of processes of its own",
+                    f"transformers divides {type(module).__name__} itself, for a group of processes of its own",
                     advice="the model without its expert parallelism: the plan divides experts",
                 )
             try:
                 return _experts(module, hidden, ids, weights)
             except NotServed as e:
-                said = f"{name} runs as transformers writes it, not as one op that plans divide: {e.what}"
-                try:
-                    made = implemented(module, hidden, ids, weights)
-                except Letter as other:
-                    raise other.but(seen=f"{other.seen}; {said}") from e
-                lines.append(said)
-                return made
+                name = type(module).__name__
+                lines.append(f"{name} runs as transformers writes it, not as one op that plans divide: {e.what}")
+                return implemented(module, hidden, ids, weights)
 
         return forward
 

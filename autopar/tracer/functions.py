@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 from autopar.ops.entry import SPELLINGS
 from autopar.runtime.brief_patches import OVERRIDE_CHECKS, without_override_checks
 from autopar.runtime.private import ASSERTIONS, is_transform_active
-from autopar.tracer import branches, refused_calls
+from autopar.tracer import branches, chosen_ends, refused_calls
 from autopar.tracer.call import name_of
-from autopar.tracer.masks import BY_MASK
+from autopar.tracer.masks import BY_MASK, masked_select
 from autopar.tracer.recorder import Recorder
 from autopar.tracer.respelled import RESPELLED
 from autopar.tracer.torch_functions import (
@@ -51,6 +51,7 @@ class FunctionMode(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+        recorder.values.chosen.recording = functools.partial(type(self), recorder)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,6 +60,8 @@ class FunctionMode(TorchFunctionMode):
         kwargs = plain(kwargs or {})
         call = self.recorder.call
         handler = handler_of(function)
+        if call.function is None and handler is query and self.recorder.values.chosen.meets(args):
+            return chosen_ends.size_of(self.recorder, function, args, kwargs)
         if call.function is not None or handler is query:
             return function(*args, **kwargs)
         if is_transform_active():  # Its tensors are wrapped; the ops inside are recorded below autograd.
@@ -99,6 +102,9 @@ def refusing(what: str, advice: str) -> Handler:
 
 def answer_value(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle a question about a tensor's values."""
+    if recorder.values.chosen.meets(args):
+        chosen_ends.refuse_values(recorder, function, args[0])
+    recorder.values.chosen.rounds.is_read |= function is not Tensor.__bool__
     return branches.answer(recorder, function, args[0])
 
 
@@ -107,6 +113,16 @@ def by_mask(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: di
     spelled, is_asked = BY_MASK[function]
     if not is_asked(args, kwargs):
         return record_op(recorder, function, args, kwargs)
+
+    mask = args[0] if args else kwargs.get("input", kwargs.get("condition"))
+    if (
+        spelled is not masked_select
+        and not recorder.values.chosen.meets(mask)
+        and branches.count(recorder, mask) is None
+    ):
+        is_list = name_of(function) != "where" and not kwargs.get("as_tuple")
+        find = chosen_ends.listed_places_of if is_list else chosen_ends.places_of
+        return find(recorder, mask, name_of(function))
 
     def count(mask: Tensor) -> int:
         found = branches.count(recorder, mask)
@@ -120,6 +136,9 @@ def by_mask(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: di
 
 def shown(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle printing of a tensor: allowed, except in a hook, which would print values."""
+    if name_of(function) == "__format__" and (number := recorder.values.chosen.rounds.number_of(args[0])) is not None:
+        recorder.values.chosen.rounds.is_read = True
+        return format(number, *args[1:])
     if recorder.hooks.running:
         raise recorder.letter(
             f"a hook ({recorder.hooks.running[-1]}) shows a tensor, which has no values while a model is captured",
@@ -136,6 +155,8 @@ def refuse_shape(recorder: Recorder, function: Any, args: tuple[Any, ...], kwarg
 
 def record_attribute(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle an attribute of a tensor: x.shape, x.T, x.grad."""
+    if recorder.values.chosen.meets(args):
+        return chosen_ends.attribute(recorder, function, args, kwargs)
     result = recorder.execute(function, args, kwargs)
     if isinstance(result, Tensor):
         try:
@@ -150,6 +171,8 @@ def record_op(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     refuse_generator(recorder, args, kwargs)
     if isinstance(kwargs.get("out"), Tensor):
         return into(recorder, function, args, kwargs)
+    if recorder.values.chosen.meets(args, kwargs):
+        return chosen_ends.call(recorder, function, args, kwargs)
     if recorder.casts.on():
         return recorder.casts.call(function, args, kwargs)
     return plain_op(recorder, function, args, kwargs)
@@ -227,8 +250,12 @@ def respelled(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle x[i, 0, j]: integers and scalar tensors select before other tensors index."""
     tensor = args[0]
+    if recorder.values.chosen.of(tensor) is not None:
+        return chosen_ends.call(recorder, function, args, kwargs)
     items = _with_places(recorder, _items(recorder, args[0], args[1]))
     if not _choose_first(items):
+        if chosen_ends.is_met(recorder, items):
+            return chosen_ends.look(recorder, tensor, items)
         return record_op(recorder, function, (tensor, _as_index(items, args[1])), kwargs)
     row, kept = _chosen(recorder, tensor, items)
     if not kept:
@@ -240,6 +267,9 @@ def looked_up(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
 def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Handle x[i, 0, j] = v, a write to the row that x[i, 0] shows."""
     tensor = args[0]
+    if recorder.values.chosen.of(tensor) is not None:
+        chosen_ends.write(recorder, function, args, kwargs)
+        return
     items = _items(recorder, args[0], args[1])
     value = args[2]
     if isinstance(value, Tensor) and value.dim() > tensor.dim() - sum(map(_dims_of, items)):  # a value for each place
@@ -254,7 +284,7 @@ def assigned(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 
 def _items(recorder: Recorder, tensor: Tensor, index: Any) -> list[Any]:
     """The items of an index, with lists for arrays of numpy and numbers of places for their masks."""
-    items = [_listed(item) for item in (index if isinstance(index, tuple) else (index,))]
+    items = [_listed(recorder, item) for item in (index if isinstance(index, tuple) else (index,))]
     found: list[Any] = []
     for k, item in enumerate(items):
         if not isinstance(item, np.ndarray):
@@ -283,8 +313,10 @@ def _with_places(recorder: Recorder, items: list[Any]) -> list[Any]:
     return found
 
 
-def _listed(item: Any) -> Any:
-    """Masks outside of torch as arrays, other arrays as lists."""
+def _listed(recorder: Recorder, item: Any) -> Any:
+    """Masks outside of torch as arrays, other arrays as lists, and the number of a round as a number."""
+    if (number := recorder.values.chosen.rounds.number_of(item)) is not None and item.dim() < 2:
+        return slice(number, number + 1) if item.dim() else number
     if isinstance(item, np.ndarray) and item.dtype != bool:
         return item.tolist()
     is_mask = isinstance(item, list) and all(isinstance(one, bool) for one in pytree.tree_leaves(item))

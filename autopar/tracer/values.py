@@ -30,6 +30,8 @@ from autopar.graph.graph import TensorType, type_of
 from autopar.ops.entry import OPS, Op, facts_of
 from autopar.ops.inverses import WrittenView
 from autopar.tracer.call import tensors_in
+from autopar.tracer.chosen import ChosenRows
+from autopar.tracer.hits import Rounds
 
 if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
@@ -55,6 +57,7 @@ class Values:
         self.stale: set[int] = set()  # views of memory that has been written since
         # id(view) -> the index that says where it lies, and its dim: on fakes two such views look like one
         self.looked_up: dict[int, tuple[fx.Node, int]] = {}
+        self.chosen = ChosenRows(recorder, Rounds(recorder))
         self._sharing: dict[int, list[Tensor]] = {}  # storage -> its tensors
         self._indexed = 0
         self._held: set[int] | None = None  # the storages of the module's tensors
@@ -89,6 +92,7 @@ class Values:
         if id(tensor) in self.stale:
             self._stand_for(tensor, self._read_again(tensor))
         node = self.nodes.get(id(tensor))
+        self.chosen.refuse([tensor], "the chosen rows are used where each of them is not by itself")
         if node is None or type_of(node).requires_grad == self.has_gradient(tensor):
             return node
         detached = self.recorder.detached_below
@@ -231,6 +235,7 @@ class Values:
         self.alive.clear()
         self.recipes.clear()
         self.looked_up.clear()
+        self.chosen.close()
         self._sharing.clear()
         return made
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.graph.graph import TensorType
 from autopar.ops.entry import OPS, facts_of
 from autopar.ops.lookup import functional, lookup
-from autopar.tracer import refused_calls
+from autopar.tracer import chosen_ends, refused_calls
 from autopar.tracer.call import name_of, tensors_in
 from autopar.tracer.recorder import Recorder
 from autopar.tracer.values import overlaps
@@ -39,6 +39,8 @@ def in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
     """Handle x.add_(y): x stands for a new value from here on."""
     target = args[0] if args else kwargs["input"]
     refuse_generator(recorder, args, kwargs)
+    if recorder.values.chosen.meets(args, kwargs):
+        return chosen_ends.write(recorder, function, args, kwargs)
     refused_calls.refuse_write(recorder, target, name_of(function))
     made, arguments = functional(function, args, kwargs)
     if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and recorder.values.is_that_view(*args[:3]):

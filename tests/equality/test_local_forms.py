@@ -103,6 +103,7 @@ CASES = {  # op, operand, its placement there, the model
         "S(1)",
         lambda m, x: (x @ m.weight).masked_fill(torch.arange(12) > 8, -torch.inf).logsumexp(1).pow(3).sum(),
     ),
+    "running sum": ("cumsum", 0, "S(0)", lambda m, x: (x @ m.weight).cumsum(0).pow(3).sum()),
     "tokens": (
         "embedding",
         1,
@@ -224,6 +225,7 @@ OF_FORM = {  # a form that sends messages: cases whose ops run it
     "logsumexp_part": ("log sum exp",),
     "cross_entropy_part": ("smoothed and weighted",),
     "batch_norm_part": ("statistics of rows",),
+    "cumsum_part": ("running sum",),
 }
 
 

@@ -176,7 +176,8 @@ SAMPLES |= {
     "threshold": [dict(input=normal(5, 4), threshold=0.1, value=2.0)],
     "prelu": [dict(input=normal(5, 4, 6), weight=positive(4)), dict(input=normal(5, 4), weight=positive(1))],
     "glu": [dict(input=normal(5, 4, 6), dim=1)],
-    "cumsum": [dict(input=normal(5, 4, 6), dim=1)],
+    "cumsum": [dict(input=normal(5, 4, 6), dim=1), dict(input=whole_numbers(7, 5, 4), dim=0)],
+    "histc": [dict(input=normal(5, 4).detach(), bins=3, min=-2, max=2)],
     "cosine_similarity": [
         dict(x1=normal(5, 4, 6), x2=normal(6), dim=-1),
         dict(x1=normal(4, 6), x2=normal(5, 4, 6)),
