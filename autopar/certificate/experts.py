@@ -12,6 +12,7 @@ from autopar.runtime.bodies import HALVES, layout_of
 from autopar.runtime.experts import Setup
 
 _Axes = frozenset[str]
+_NONE: _Axes = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class _Ways:
     """What each axis does to experts, on types that are settled along axes of which nothing is known."""
 
     lost: _Axes
-    rows: Dim  # of the input, of ids and of weights
+    rows: Dim  # rows of the input, of ids and of weights
     travels: _Axes
     left_out: _Axes  # axes along which a device leaves out experts of others
     hidden: _Axes  # axes that cut hidden rows
@@ -35,24 +36,15 @@ class _Ways:
 def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     setup = Setup.of(call.args[-1])
     given = setup.named(call.args[0])
-    read = list(setup.more(call.args[0]))  # by bodies, besides rows
-    lost = frozenset(a for t in types_in([given, read, list(more)]) for a in t.open)
-    x, ids, weights, up, down, up_bias, down_bias = (
-        replace(t, dims=tuple(without(dim, lost) for dim in t.dims), sums=t.sums - lost, open=lost) if t else None
-        for t in given
-    )
+    read = list(setup.more(call.args[0]))  # Bodies read them besides rows.
+    lost = _NONE.union(*(t.open for t in types_in([given, read, list(more)])))
+    x, ids, weights, up, down, up_bias, down_bias = (_settled(t, lost) for t in given)
     assert x and ids and weights and up and down
-    tall = [replace(t, dims=t.dims[:1]) for t in (x, ids, weights, *more)]
-    rows = met(tall, 0, 1, x.shape[0], lost)
-    for t in (x, ids, weights, *more):
-        if axes_of(t.dims[1:]):
-            raise Refused(f"rows of experts lie as {t}", "each of them is whole")
+    rows = _rows_of((x, ids, weights, *more), lost)
+    for t in (up, down, up_bias, down_bias):
+        _needs_own(t, setup, lost)
     travels = frozenset(hop.axis for hop in setup.hops if hop.travels) - lost
     left_out = frozenset(hop.axis for hop in setup.hops if not hop.travels) - lost
-    by = [a for a in (hop.axis for hop in setup.hops) if a not in lost]
-    for t in (up, down, up_bias, down_bias):
-        if t and axes_of(t.dims[:1]) != by:
-            raise Refused(f"experts are told apart along {by}, and matrices lie as {t}", "they are cut by these axes")
     if not travels <= frozenset(axes_of([rows])):
         raise Refused(f"rows travel along {sorted(travels)}, and lie as {x}", "these axes cut them")
     if both := left_out & frozenset(axes_of([rows])):
@@ -63,9 +55,7 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
             raise Refused(f"what bodies of experts read lies as {t}", "all of it is whole")
     if setup.behind and (parts := hidden | down.sums | (down_bias.sums if down_bias else frozenset())):
         raise Refused(f"a part of a sum over {sorted(parts)} goes through a function", "the sum of all parts")
-    for t in (x, ids, up, up_bias, *read):
-        if t and (t.sums | t.most) - lost:
-            raise Refused(f"it lies as {t}", "what experts read is summed before")
+    _needs_summed((x, ids, up, up_bias, *(_settled(t, lost) for t in read)))
     if down_bias and down_bias.sums != down.sums | hidden:
         raise Refused(
             f"the last bias lies as {down_bias}, and the last matrices as {down}",
@@ -76,10 +66,41 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     return _Ways(lost, rows, travels, left_out, hidden, weights.sums, down.sums)
 
 
+def _needs_own(t: Type | None, setup: Setup, lost: _Axes) -> None:
+    """Refuse matrices that are not those of a device's own experts."""
+    by = [hop.axis for hop in setup.hops if hop.axis not in lost]
+    if t and axes_of(t.dims[:1]) != by:
+        raise Refused(f"experts are told apart along {by}, and matrices lie as {t}", "they are cut by these axes")
+
+
+def _needs_summed(types: Sequence[Type | None]) -> None:
+    for t in types:
+        if t and t.sums | t.most:
+            raise Refused(f"it lies as {t}", "what experts read is summed before")
+
+
+def _settled(t: Type | None, lost: _Axes) -> Type | None:
+    """A type of which nothing is said along the axes along which something is unknown."""
+    return t and Type(_left(t, lost), sums=t.sums - lost, most=t.most - lost, open=lost)
+
+
+def _left(t: Type, lost: _Axes) -> tuple[Dim, ...]:
+    return tuple(without(dim, lost) for dim in t.dims)
+
+
+def _rows_of(types: Sequence[Type], lost: _Axes) -> Dim:
+    """The rows that all of these have, each of them whole."""
+    for t in types:
+        if axes_of(t.dims[1:]):
+            raise Refused(f"rows of experts lie as {t}", "each of them is whole")
+    return met([replace(t, dims=t.dims[:1]) for t in types], 0, 1, types[0].shape[0], lost)
+
+
 def _hidden(up: Type, down: Type, up_bias: Type | None, setup: Setup) -> _Axes:
     """The axes that cut hidden rows, of the first matrices and the last ones alike."""
     out, inner = (2, 1) if setup.transposed else (1, 2)
-    width, other = up.dims[out], down.dims[inner]
+    width = up.dims[out]
+    other = down.dims[inner]
     axes = axes_of([width])
     cut = axes_of([other])
     are_alike = axes == cut and (up_bias is None or up_bias.dims[1] == width)
@@ -93,7 +114,7 @@ def _hidden(up: Type, down: Type, up_bias: Type | None, setup: Setup) -> _Axes:
 @rule("autopar.experts.default")
 def _experts(call: TypedCall) -> list[Type]:
     ways = _ways(call)
-    x, up = call.args[0][0], call.args[0][3]
+    x, _, _, up, *_ = call.args[0]
     sums = ways.summed | ways.of_weights | ways.of_down
     out = Type((ways.rows, x.dims[1]), sums=sums, open=ways.lost)
     own = tuple(axes_of([ways.rows]))  # A device has rows of its own there.
@@ -123,8 +144,4 @@ def _experts_back(call: TypedCall) -> list[Type]:
         (down_bias, over_rows | ways.of_weights),
         *((t, every | ways.of_weights | ways.of_down) for t in Setup.of(call.args[-1]).more(call.args[0])),
     ]
-    return [
-        Type(tuple(without(dim, ways.lost) for dim in of.dims), sums=by, open=ways.lost)
-        for of, by in sums
-        if of is not None
-    ]
+    return [Type(_left(of, ways.lost), sums=by, open=ways.lost) for of, by in sums if of is not None]

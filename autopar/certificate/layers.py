@@ -274,17 +274,18 @@ def _largest_of_rows(call: TypedCall) -> list[Type]:
 @rule("max.dim", "min.dim")
 def _largest_of_each_row(call: TypedCall) -> list[Type]:
     """The largest entry along a dim and its place."""
-    x, d, keeps = call.args[0], call.args[1] % len(call.args[0].dims), call.at(2, False)
+    x = call.args[0]
+    d = call.args[1] % len(x.dims)
     if x.sums | x.most:
         raise Refused(f"it lies as {x}", "the largest entry is of what is summed")
     needs_whole(x, d, "the largest entry along a dim")
-    made = replace(x, dims=(*x.dims[:d], *([()] if keeps else []), *x.dims[d + 1 :]))
+    made = replace(x, dims=(*x.dims[:d], *([()] if call.at(2, False) else []), *x.dims[d + 1 :]))
     return [made, made]
 
 
 @rule("scatter.src", "scatter.value")
 def _scattered_rows(call: TypedCall) -> Type:
-    """Entries at places of a dim of which a device has all; the result is linear in what is put into zeros.
+    """Entries at places of a dim that no axis cuts; the result is linear in what is put in.
 
     A number that is put in, other than 0, is part of no sum.
     """

@@ -33,7 +33,7 @@ def _sum(call: TypedCall) -> Type:
 
 @rule("histc.default")
 def _counted(call: TypedCall) -> Type:
-    """Numbers of entries in ranges: a part of them gives a part of each number, where ranges do not follow entries."""
+    """Counts of entries in ranges, which are partial sums where the ranges do not follow the entries."""
     x, _, least, most = (*call.args, 100, 0, 0)[:4]
     if x.sums | x.most:
         raise Refused(f"it lies as {x}", "entries are counted once they are summed")

@@ -305,7 +305,7 @@ class _Walk:
             return Type(free(call.shapes[0]))
         if str(target) == "aten.sub.Tensor" and node.args[0] is node.args[1]:
             return replace(args[0], is_zero=True)
-        if target in _OPS:  # its second argument are axes, which the hops name as well
+        if target in _OPS:  # The second argument are axes, which the setup names as well.
             return self._typed(_OPS[target], replace(call, args=(call.args[0], *call.args[2:])))
         if is_body_known(target):
             return self._as_its_body(node, call)

@@ -25,6 +25,7 @@ PROVEN.update(FACTS)
 __all__ = [
     "attention",
     "draws",
+    "experts",
     "factories",
     "losses",
     "matrices",

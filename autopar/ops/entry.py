@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autopar.ops.local import Form, Here, OpCall
 
 RuleFunction = Callable[[Mapping[str, Any]], "Rule | None"]
+Sizes = tuple[float, float, float, float]  # batch, m, n and k of [batch, m, k] by [batch, k, n]
 FormFunction = Callable[["Here", "OpCall", dict[str, Any]], "Form"]
 
 
@@ -175,8 +176,8 @@ class Facts:
     # More bytes that the local form saves for backward, on a device that holds parts of these shapes.
     part_keeps: Callable[[OpCall, Any, Here], int] | None = None
     flops: tuple[float, str] | None = None  # a product's FLOPs per point of its factors except this pattern's
-    # The matrix products of its kernels on a device, forward and backward, as (batch, m, n, k), where a call has several.
-    products: Callable[[OpCall, Here], tuple[list[tuple[float, ...]], list[tuple[float, ...]]]] | None = None
+    # The matrix products of a call that has several, on a device, forward and backward.
+    products: Callable[[OpCall, Here], tuple[Sequence[Sizes], Sequence[Sizes]]] | None = None
     windows: bool = False  # reads windows of its input; a product then has other kernels than one of rows
     heads: bool = False  # attention: kernels are timed by head width and sequence length
     # Number of times that forward reads its first operand: twice where sums over it are needed first.
@@ -317,7 +318,7 @@ def exchanges_of(call: OpCall, along: Along | None = None) -> tuple[Exchange, ..
 
 
 def sends_along(op: str, rule: Rule | Binding, cut: Cut | None) -> bool:
-    """Whether the local form sends messages along an axis with this cut: where rows travel, if they ever do."""
+    """Whether the local form sends messages along an axis with this cut."""
     return cut is not None and cut.travels if rule.together else goes_beyond(op, rule, cut)
 
 

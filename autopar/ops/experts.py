@@ -19,19 +19,20 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from autopar.letters import NotServed
-from autopar.ops.entry import op
-from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange
+from autopar.ops.entry import Sizes, op
+from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange, LargestShapes
+from autopar.ops.limits import LIMITS
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import parse
 from autopar.runtime.bodies import HALVES, ONE, PAIRS, WHOLE, Body, NotABody, OfRows, read_body
-from autopar.runtime.experts import Hop, Setup, experts_op
+from autopar.runtime.experts import Setup, experts_op
 from autopar.runtime.private import plays_all_ranks
+from autopar.runtime.visits import Hop
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import largest_local_shape
 
-CLOSED = ""  # layout of experts whose bodies read several rows
+CLOSED = ""  # layout for bodies that read several rows
 _TENSORS = ("input", "ids", "weights", "up", "down", "up_bias", "down_bias")
-_SPARE = 1.25  # rows of a round over those of a balanced router
 _IMBALANCE: ContextVar[float] = ContextVar("imbalance", default=1.1)
 
 
@@ -98,7 +99,7 @@ def _read(name: str, function: OfRows, *how: Any, **more: Any) -> Body:
 
 
 def _around(gated: bool | str) -> tuple[Callable[[OfRows], OfRows], str]:
-    """What makes of a body the function from the width of `up` to that of `down`, and how its rows lie."""
+    """The function around a body that goes from the width of `up` to that of `down`, and its layout."""
 
     def of_halves(body: OfRows) -> OfRows:
         def run(rows: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def experts_by_text(
 
 
 def experts_on_device(*, setup: str, more: Sequence[Tensor] = (), **given: Any) -> Tensor:
-    """What a device computes: with the experts that it holds, and with those to which its rows travel."""
+    """Run a device's rows through the experts that it holds, and through those to which they travel."""
     tensors = [given[name] for name in _TENSORS if given.get(name) is not None]
     tensors[1] = tensors[1].long()
     made: Tensor = experts_op([*tensors, *more], setup)[0]
@@ -182,16 +183,18 @@ def rule(arguments: Mapping[str, Any]) -> Rule:
 
 def hops_at(here: Here, call: OpCall) -> tuple[Hop, ...]:
     """The axes that cut experts, major first, with what travels along each for a balanced router."""
-    (tokens, _), (_, k), (experts, *_) = (call.arguments[name].shape for name in ("input", "ids", "up"))
-    cut, rows_lie = here.lies(3), here.lies(0)
+    k = call.arguments["ids"].shape[1]
+    left = experts = call.arguments["up"].shape[0]
+    rows_lie = here.lies(0)
     room = largest_local_shape(call.arguments["input"].shape, rows_lie, here.mesh)[0]
-    balanced, found, left = float(room), [], experts
-    for axis in cut.cuts.get(0, []):
+    balanced = float(room)
+    found = []
+    for axis in here.lies(3).cuts.get(0, []):
         n = here.mesh.shape[axis]
         if rows_lie.placements[axis].is_shard:
             balanced *= n  # rows of a group of devices, among which this one is
             visits = balanced * _share(experts, -(-left // n), k)
-            rows = max(1, min(room, math.ceil(_SPARE * visits / n)))
+            rows = max(1, min(room, math.ceil(LIMITS.spare * visits / n)))
             found.append(Hop(here.mesh.axes[axis], n, left, rows))
             room = rows * n
         else:
@@ -245,20 +248,24 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
     travelling = [hop for hop in hops if hop.travels]
     place = next((i for i, hop in enumerate(travelling) if along and hop.axis == along.axis), 0)
     hop = travelling[place] if travelling else Hop("", 2, 2, 1)
-    visits = min(hop.rows, hop.rows / _SPARE * call.arguments.get("imbalance", 1.1)) * hop.parts
+    visits = min(hop.rows, hop.rows / LIMITS.spare * call.arguments.get("imbalance", 1.1)) * hop.parts
     found = []
     for way, sizes in ((FORWARD, (row, route, row)), (BACKWARD, (route, row, row, share))):
         again = (row,) if way == BACKWARD and place else ()  # Inner exchanges send their rows again.
         found.append(Exchange("all_gather", way, nbytes=lambda parts, n: 8.0 * n * n))
         if place:
             found.append(Exchange("all_reduce", way, place, nbytes=lambda parts, n: 8.0))
-        for size in (*sizes, *again):
-            found.append(Exchange("all_to_all", way, nbytes=lambda parts, n, size=size: visits * size * n))
+        found += [Exchange("all_to_all", way, nbytes=_of_visits(visits * size)) for size in (*sizes, *again)]
     return tuple(found)
 
 
-def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-    """The products [batch, m, k] by [batch, k, n] of a device in forward and backward, as (batch, m, n, k).
+def _of_visits(nbytes: float) -> Callable[[LargestShapes, int], float]:
+    """The bytes of an all-to-all in which a device sends so many."""
+    return lambda parts, n: nbytes * n
+
+
+def products(call: OpCall, here: Here) -> tuple[Sequence[Sizes], Sequence[Sizes]]:
+    """The matrix products of a device, in forward and in backward.
 
     Backward makes results again where something stands behind them. The fullest device has more rows than the mean
     where experts are divided.
@@ -269,9 +276,11 @@ def products(call: OpCall, here: Here) -> tuple[list[tuple[float, ...]], list[tu
     width, inner = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
     h = call.arguments["input"].shape[1]
     rows = _pairs(here, call, hops) * (call.arguments.get("imbalance", 1.1) if hops else 1.0) / up[0]
-    first, second = (up[0], rows, width, h), (up[0], rows, h, inner)
-    back = [(up[0], rows, inner, h), (up[0], inner, h, rows), (up[0], rows, h, width), (up[0], width, h, rows)]
-    return [first, second], [*([second] if call.arguments.get("behind") else []), *back]
+    e = up[0]
+    back = [(e, rows, inner, h), (e, inner, h, rows), (e, rows, h, width), (e, width, h, rows)]
+    if call.arguments.get("behind"):
+        back.append((e, rows, h, inner))
+    return [(e, rows, width, h), (e, rows, h, inner)], back
 
 
 def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
@@ -286,19 +295,19 @@ def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> in
 
 
 def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
-    """Pairs that are computed at once: all of a device's own, or those of a balanced router and a quarter more."""
-    return math.ceil((_SPARE if hops else 1.0) * _pairs(here, call, hops))
+    """Pairs that are computed at once: a device's own, or those of a balanced router and some more."""
+    return math.ceil((LIMITS.spare if hops else 1.0) * _pairs(here, call, hops))
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
-    """Temporary bytes, forward and backward: hidden rows of a chunk, visits of a round, and sums in single precision.
+    """Temporary bytes, forward and backward: hidden rows of a chunk, visits of a round, and sums.
 
     A chunk has the pairs of a balanced router and a quarter more, so that no routing takes more.
     """
     hops = hops_at(here, call)
     row, route, _, _ = _sizes(call)
-    input, weights = call.arguments["input"], call.arguments["weights"]
-    wide = max(4, input.itemsize, weights.itemsize)
+    input = call.arguments["input"]
+    wide = max(4, input.itemsize, call.arguments["weights"].itemsize)
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
     down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
     two, one = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
@@ -325,7 +334,7 @@ op(
     keeps="input ids weights up down up_bias down_bias more",
     part_keeps=kept_beside,
     part_work=work_of_part,
-    flops=(6, "e|up|two"),  # of a gated body; `products` says what a call has
+    flops=(6, "e|up|two"),  # Those of a gated body; `products` says what a call has.
     products=products,
     joint=True,
 )

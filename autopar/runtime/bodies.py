@@ -28,12 +28,14 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from autopar.runtime.private import TRACING
 
-HALVES, PAIRS, ONE = "gate|up", "(i two:2!)", "i"  # how the columns of rows lie, in the notation of rules
+# layouts of the columns of rows, in the notation of rules: two halves, pairs, or all of one kind
+HALVES = "gate|up"
+PAIRS = "(i two:2!)"
+ONE = "i"
 WHOLE = "whole"  # each column of the result may follow from all of its row
 _HOMES = {"torch": torch, "F": F, "operator": operator}
 T = TypeVar("T")
 OfRows = Callable[[Tensor], Tensor]
-_TRIED_ROWS, _TRIED_COLUMNS = 6, 8
 
 
 class NotABody(Exception):
@@ -46,12 +48,12 @@ class Body:
 
     text: str
     is_by_rows: bool  # each row of the result follows from one row
-    is_by_columns: bool  # and a part of each row from the same part of the row, or of each of its two halves
-    given: tuple[Tensor, ...]  # what it reads of modules, in the order in which its text names them
+    is_by_columns: bool  # whether a part of a result follows from the same part of a row, or of its two halves
+    given: tuple[Tensor, ...]  # tensors of modules that it reads, in the order in which its text names them
 
 
 def read_body(
-    function: OfRows, layout: str, around: Callable[[OfRows], OfRows] = lambda f: f, columns: int = _TRIED_COLUMNS
+    function: OfRows, layout: str, around: Callable[[OfRows], OfRows] = lambda f: f, columns: int = 8
 ) -> Body:
     """The body that `around(function)` computes; raises `NotABody` where it cannot be told without values.
 
@@ -91,7 +93,7 @@ def _with(function: Any, tensors: Mapping[int, Any]) -> Any:
 
 
 def _copied(module: nn.Module, tensors: Mapping[int, Any]) -> nn.Module:
-    """A module with anything for its tensors, as plain attributes: a symbol is no tensor."""
+    """A module with anything for its tensors, as plain attributes, as symbols are not tensors."""
     made = copy.copy(module)
     held = vars(made)
     for kind in ("_parameters", "_buffers"):
@@ -106,14 +108,14 @@ def _tried(
 ) -> Body:
     text, read = _text_of(function, held, layout, around)
     generator = torch.Generator().manual_seed(0)
-    rows = 3 * torch.randn(_TRIED_ROWS, columns * (2 if layout in (HALVES, PAIRS) else 1), generator=generator).double()
+    rows = 3 * torch.randn(6, columns * (2 if layout in (HALVES, PAIRS) else 1), generator=generator).double()
     given = [1 + torch.rand(t.shape, generator=generator).double() for t in read]
     try:
         whole = run_body(text)(rows, *given)
         own = around(_with(function, {id(t): x for t, x in zip(read, given, strict=True)}))(rows)
     except Exception as e:
         raise NotABody(f"{type(e).__name__}: {e}") from e
-    if whole.shape != (_TRIED_ROWS, columns) or not torch.equal(whole, own):
+    if whole.shape != (len(rows), columns) or not torch.equal(whole, own):
         raise NotABody(f"it makes {list(whole.shape)} of {list(rows.shape)}")
     parts = _parts_of_halves(rows) if layout == HALVES else rows.chunk(2, -1)
     is_by_rows = _is_in_parts(text, rows.chunk(2), given, 0, whole)
@@ -125,7 +127,7 @@ def _is_in_parts(text: str, parts: Sequence[Tensor], given: Sequence[Tensor], di
     """Whether a body makes of parts what it makes of the whole."""
     try:
         made = torch.cat([run_body(text)(part, *given) for part in parts], dim)
-    except Exception:  # what it reads has the width of a whole row, for example
+    except Exception:  # such as that of a parameter with the width of a whole row
         return False
     return made.shape == whole.shape and torch.allclose(made, whole, 1e-12, 1e-12)
 
@@ -138,9 +140,9 @@ def _parts_of_halves(rows: Tensor) -> Sequence[Tensor]:
 def _text_of(
     function: OfRows, held: tuple[Tensor, ...], layout: str, around: Callable[[OfRows], OfRows]
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """What a function does, and those of the tensors that it reads.
+    """The text of a function, and those of the tensors that it reads.
 
-    It is run on symbols: nothing that it asks about values can be answered.
+    It is found by running the function on symbols, which answer no question about values.
     """
     graph = fx.Graph()
     rows = graph.placeholder("rows")
@@ -160,24 +162,24 @@ def _text_of(
     steps = []
     for node in graph.nodes:
         if node.op != "placeholder":
-            args, kwargs = _written(node.args, places), _written(node.kwargs, places)
+            given = [_written(said, places) for said in (node.args, node.kwargs)]
             is_method = node.op == "call_method"
             name = node.target if is_method else _name_of(node.target)
-            steps.append(["method" if is_method else "function", name, args, kwargs])
+            steps.append(["method" if is_method else "function", name, *given])
             places[node] = len(places)
     said = {"steps": steps, "gives": ["v", places[made.node]], "layout": layout, "reads": len(read)}
     return json.dumps(said, sort_keys=True), read
 
 
 def layout_of(text: str) -> str:
-    """How the columns of a body's rows lie, in the notation of rules."""
+    """The layout of a body's rows, in the notation of rules."""
     found: str = json.loads(text)["layout"]
     return found
 
 
 @functools.cache
 def reads_of(text: str) -> int:
-    """How many tensors a body reads besides its rows."""
+    """The number of tensors that a body reads besides its rows."""
     found: int = json.loads(text)["reads"]
     return found
 
@@ -212,7 +214,7 @@ def _written(value: Any, places: dict[fx.Node, int]) -> Any:
 
 
 def _read(said: Any, values: Sequence[Any]) -> Any:
-    """What `_written` wrote, with values in their places."""
+    """The argument that `_written` wrote, with values in their places."""
     if isinstance(said, dict):
         return {k: _read(v, values) for k, v in said.items()}
     if not isinstance(said, list):
@@ -261,7 +263,7 @@ def gradients_of_body(text: str, rows: Tensor, given: Sequence[Tensor], gradient
     """
     with TRACING:  # one at a time, also where ranks are threads
         about = tuple((tuple(t.shape), t.dtype) for t in given)
-        width = rows.shape[-1] if given else 2 * _TRIED_COLUMNS
+        width = rows.shape[-1] if given else 16
         backward = _derived(text, width, rows.dtype, about, gradient.dtype, rows.device.type)
     found: list[Tensor] = backward(gradient, rows, *given)
     return found

@@ -24,33 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.agreement import wait_for
 from autopar.runtime.bodies import gradients_of_body, reads_of, run_body
-from autopar.runtime.collectives import Axis, gather_into
+from autopar.runtime.collectives import Axis
 from autopar.runtime.grouped import gradient_by_groups, product_by_groups
+from autopar.runtime.visits import Hop, Way, Wire
 
 T = TypeVar("T")
-
-
-class Hop(NamedTuple):
-    """An axis that cuts experts: rows travel to the device of their experts, or those of others are left out."""
-
-    axis: str
-    parts: int
-    experts: int  # experts before the axis cuts them
-    rows: int  # visits from a device to another in a round; 0: rows stay, and a device has its own experts alone
-    place: int = -1  # of this device on the axis, where rows stay
-
-    @property
-    def step(self) -> int:
-        return -(-self.experts // self.parts)
-
-    @property
-    def travels(self) -> bool:
-        return self.rows > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +87,17 @@ class _Matrices:
     down: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
-    more: Sequence[Tensor]  # what bodies read besides rows: first the one between the matrices, then the one behind
+    more: Sequence[Tensor]  # tensors that bodies read besides rows: first those of the body, then those of behind
     setup: Setup
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
     def hidden(self, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        """What the body takes."""
+        """The product that the body takes."""
         made = product_by_groups(rows, self.up, ends, not self.setup.transposed)
         return made if self.up_bias is None else made + self.up_bias[experts]
 
     def results(self, hidden: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        """What the last matrices make of hidden rows."""
+        """The products of hidden rows and the last matrices."""
         made = product_by_groups(hidden, self.down, ends, not self.setup.transposed)
         return made if self.down_bias is None else made + self.down_bias[experts]
 
@@ -160,7 +141,7 @@ class _Matrices:
 
 
 def _are_there(rows: Tensor, ends: Tensor) -> Tensor:
-    """Which of some pairs, in the order of experts, have an expert here."""
+    """Whether each of some pairs, in the order of experts, has an expert here."""
     return (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
 
 
@@ -198,13 +179,13 @@ class _Sorted:
         return self.order[first:last] // self.slots, experts, (self.ends - first).clamp(0, last - first)
 
     def slot(self, j: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Where the pairs of slot `j` of all rows stand among some pairs, and which of them do."""
+        """The places of the pairs of slot `j` of all rows among some pairs, and which of them stand there."""
         place = self.place.view(-1, self.slots)[:, j] - first
         is_there = (place >= 0) & (place < last - first) & self.here[:, j]
         return place.clamp(0, max(0, last - first - 1)), is_there
 
     def add_to(self, out: Tensor, made: Tensor, first: int, last: int, weights: Tensor | None = None) -> None:
-        """Add what was made of some pairs to their rows, slot by slot: a fixed order, as atomic sums have none."""
+        """Add what was made of some pairs to their rows, slot by slot, as atomic sums have no order."""
         for j in range(self.slots):
             place, is_there = self.slot(j, first, last)
             share = torch.where(is_there[:, None], made[place], 0)  # rows of no expert are arbitrary
@@ -257,7 +238,7 @@ def _computed_back(
     What is no longer read is freed at once: hidden rows are the largest tensors of a step.
     """
     x, ids, weights = rows
-    body, behind, transposed = of.setup.body, of.setup.behind, of.setup.transposed
+    transposed = of.setup.transposed
     pairs = _Sorted(ids, of.up.shape[0], is_whole)
     of_x = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
     of_weights = torch.zeros(weights.shape, dtype=_wide(x, weights), device=x.device)
@@ -265,13 +246,13 @@ def _computed_back(
         places, experts, ends = pairs.of(first, last)
         given = x[places]
         before = kept.before[: last - first] if kept and first == 0 else of.hidden(given, experts, ends)
-        hidden = of.run(body, before)
+        hidden = of.run(of.setup.body, before)
         comes = gradient[places]
         share = weights.flatten()[pairs.order[first:last], None]
-        if behind:
+        if of.setup.behind:
             made = of.results(hidden, experts, ends)
-            of_share = _dots(comes, of.run(behind, made))
-            comes = of.back(behind, made, torch.mul(comes, share, out=comes), ends)
+            of_share = _dots(comes, of.run(of.setup.behind, made))
+            comes = of.back(of.setup.behind, made, torch.mul(comes, share, out=comes), ends)
             del made
             of_hidden = product_by_groups(comes, of.down, ends, transposed)
         else:  # The product without weights gives their gradients, too.
@@ -284,7 +265,7 @@ def _computed_back(
         of.add("down", _laid_out(comes, hidden, ends, transposed))
         of.add_bias("down_bias", comes, experts, ends)
         del hidden, comes
-        of_before = of.back(body, before, of_hidden, ends)
+        of_before = of.back(of.setup.body, before, of_hidden, ends)
         del before, of_hidden
         of.add("up", _laid_out(of_before, given, ends, transposed))
         of.add_bias("up_bias", of_before, experts, ends)
@@ -306,82 +287,6 @@ def _dots(one: Tensor, other: Tensor) -> Tensor:
 def _laid_out(of_result: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """The gradient of each expert's matrix."""
     return gradient_by_groups(*((rows, of_result) if transposed else (of_result, rows)), ends)
-
-
-# -- on the way
-
-
-def _exchanged(x: Tensor, axis: Axis, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
-    """Rows that come from each device of an axis, for rows sent to each."""
-    made = x.new_empty((sum(comes), *x.shape[1:]))
-    work = dist.all_to_all_single(made, x.contiguous(), list(comes), list(sends), group=axis.group, async_op=True)
-    wait_for(work)
-    return made
-
-
-class _Way:
-    """Which rows visit which device of an axis, round by round."""
-
-    def __init__(self, ids: Tensor, hop: Hop, axis: Axis, inner: Sequence[Axis]) -> None:
-        self.hop, self.axis, self.ids = hop, axis, ids
-        tokens = ids.shape[0]
-        owner = torch.where((ids >= 0) & (ids < hop.experts), ids // hop.step, -1)
-        places = torch.arange(hop.parts, device=ids.device)
-        visits = (owner[None] == places[:, None, None]).any(-1)
-        mine = visits.sum(1)
-        counts = mine.new_empty(hop.parts * hop.parts)
-        wait_for(gather_into(counts, mine, group=axis.group, async_op=True))
-        self.counts: list[list[int]] = counts.view(hop.parts, hop.parts).tolist()  # by device, to each device
-        rounds = max(1, -(-max(map(max, self.counts)) // hop.rows))
-        for other in inner:  # Devices that meet inside take part in as many rounds.
-            most = torch.tensor([rounds], device=ids.device)
-            wait_for(dist.all_reduce(most, dist.ReduceOp.MAX, group=other.group, async_op=True))
-            rounds = int(most)
-        self.rounds = rounds
-        order = visits.flatten().logical_not().to(torch.uint8).argsort(stable=True)
-        own = self.counts[axis.index]
-        self.rows = (order[: sum(own)] % max(1, tokens)).split(own)
-
-    def round(self, i: int) -> _Round:
-        return _Round(self, i)
-
-
-class _Round:
-    """The visits of one round."""
-
-    def __init__(self, way: _Way, i: int) -> None:
-        hop, me = way.hop, way.axis.index
-        first = i * hop.rows
-        self.axis = way.axis
-        self.sends = [max(0, min(hop.rows, n - first)) for n in way.counts[me]]
-        self.comes = [max(0, min(hop.rows, counts[me] - first)) for counts in way.counts]
-        self.rows = [rows[first : first + hop.rows] for rows in way.rows]
-        sent = torch.cat(self.rows)
-        to = torch.arange(hop.parts, device=sent.device).repeat_interleave(
-            torch.tensor(self.sends, device=sent.device), output_size=sum(self.sends)
-        )
-        local = way.ids[sent] - to[:, None] * hop.step
-        self.is_there = (local >= 0) & (local < hop.step)
-        self.ids = torch.where(self.is_there, local, -1)
-        self.sent = sent
-
-    def there(self, x: Tensor) -> Tensor:
-        """Send something of each visit's row to where it goes."""
-        return _exchanged(x[self.sent], self.axis, self.sends, self.comes)
-
-    def routes(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Send where each visit goes there, and with what weights, in one message."""
-        given = torch.where(self.is_there, weights[self.sent], 0)
-        packed = torch.cat([self.ids.contiguous().view(torch.uint8), given.contiguous().view(torch.uint8)], 1)
-        comes = _exchanged(packed, self.axis, self.sends, self.comes)
-        ids, arrived = comes.split([self.ids.shape[1] * 8, given.shape[1] * given.element_size()], 1)
-        return ids.contiguous().view(self.ids.dtype), arrived.contiguous().view(given.dtype)
-
-    def back(self, y: Tensor, to: Tensor) -> None:
-        """Return something of each visit, and add it to its row; one device after the other, in a fixed order."""
-        returned = _exchanged(y, self.axis, self.comes, self.sends).split(self.sends)
-        for rows, made in zip(self.rows, returned, strict=True):
-            to.index_add_(0, rows, made.to(to.dtype))
 
 
 def _staying(rows: _Rows, hop: Hop) -> _Rows:
@@ -406,8 +311,9 @@ class _Device:
         """Whether the device has all experts, so that each pair is its own."""
         return not self.of.setup.hops
 
-    def _way(self, rows: _Rows, hop: Hop, inner: Sequence[Hop]) -> _Way:
-        return _Way(rows.ids, hop, self.axes[hop.axis], [self.axes[h.axis] for h in inner if h.travels])
+    def _way(self, rows: _Rows, hop: Hop, inner: Sequence[Hop]) -> Way:
+        wires = [Wire(self.axes.get(h.axis)) for h in (hop, *inner) if h.travels]
+        return Way(rows.ids, hop, wires[0], wires[1:])
 
     def forward(self, rows: _Rows, hops: Sequence[Hop], keep: _Kept | None, is_outer: bool = True) -> Tensor:
         """The results of rows."""
@@ -491,7 +397,8 @@ def experts_op(tensors: Sequence[Tensor], setup: str) -> tuple[Tensor, Tensor, T
 
 @experts_op.register_fake
 def _(tensors: Sequence[Tensor], setup: str) -> tuple[Tensor, Tensor, Tensor]:
-    x, how = tensors[0], Setup.of(setup)
+    x = tensors[0]
+    how = Setup.of(setup)
     arrived = x.new_empty(how.arrivals, x.shape[1])
     return x.new_empty(x.shape), arrived, x.new_empty(how.chunk, how.width(tensors[3]))
 
@@ -505,10 +412,7 @@ def experts_backward_op(
 
 @experts_backward_op.register_fake
 def _(tensors: Sequence[Tensor], kept: Sequence[Tensor], gradient: Tensor, setup: str) -> list[Tensor]:
-    return [t.new_empty(t.shape) for i, t in enumerate(tensors) if i != _IDS]
-
-
-_IDS = 1  # place of the ids, which have no gradient
+    return [t.new_empty(t.shape) for i, t in enumerate(tensors) if i != 1]  # ids have no gradient
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -32,7 +32,7 @@ def grouped_mm(
 
 
 def product_by_groups(rows: Tensor, matrices: Tensor, ends: Tensor, is_turned: bool) -> Tensor:
-    """Each row times the matrix of its group, or its transpose; groups end at `ends`, and rows behind are arbitrary."""
+    """Each row times the matrix of its group, or its transpose; rows behind the last end are arbitrary."""
     matrices = matrices.transpose(1, 2) if is_turned else matrices
     if _has_kernel(rows, matrices):
         return grouped_mm(rows, matrices, offs=ends.to(torch.int32))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -72,7 +72,7 @@ class Rehearsal:
             return x if index == 0 else torch.zeros_like(x)
         if step.kind == "slice":
             return self._part(index, x, step.dims[0])
-        parts = self._exchanged(index, x, step.kind)
+        parts = self.exchanged(index, x, step.kind)
         if step.kind == "all_reduce":
             return torch.stack(parts).sum(0, dtype=x.dtype)
         if step.kind == "all_reduce_max":
@@ -92,8 +92,8 @@ class Rehearsal:
             raise NotImplementedError("blocks in a local form that is tried")
         return x.narrow(dim, *part(size, self.size, index))
 
-    def _exchanged(self, index: int, x: Tensor, kind: str) -> list[Tensor]:
-        """Send a tensor to all devices; returns what each of them has sent, in order."""
+    def exchanged(self, index: int, x: Any, kind: str) -> list[Any]:
+        """Send a tensor, or one for each device; returns what each of them has sent, in order."""
         if index == 0:
             self.messages[kind.removesuffix("_max")] += 1  # a maximum travels as a sum does
         return self._all_hold(index, x)
@@ -119,6 +119,24 @@ def start_in(size: int) -> int:
     """The start of this thread's part of a dim of this size."""
     rehearsal, index = _here()
     return part(size, rehearsal.size, index)[0]
+
+
+def index_here() -> int:
+    """The device for which this thread stands."""
+    return _here()[1]
+
+
+def held_by_all(x: Tensor, kind: str) -> list[Tensor]:
+    """The tensors of all devices, as a message of this kind brings them."""
+    rehearsal, index = _here()
+    return rehearsal.exchanged(index, x, kind)
+
+
+def rows_of_all(x: Tensor, sends: Sequence[int]) -> Tensor:
+    """The rows that all devices send to this thread's, as an all-to-all brings them."""
+    rehearsal, index = _here()
+    parts = rehearsal.exchanged(index, x.split(list(sends)), "all_to_all")
+    return torch.cat([of[index] for of in parts])
 
 
 def _here() -> tuple[Rehearsal, int]:

@@ -33,6 +33,7 @@ is.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -202,9 +203,7 @@ class Binding:
             yield Cut(together, even=factor in joined)
             if factor not in joined:
                 yield from (Cut(together, b, True) for b in sorted((blocks or {}).get(factor, ())))
-        for pair in self.together:
-            if all(self.sizes.get(factor, 1) > 1 for factor in pair):
-                yield Cut(pair, travels=True)
+        yield from (Cut((a, b), travels=True) for a, b in self.together if min(self.sizes[a], self.sizes[b]) > 1)
 
     def without(self, places: Collection[int]) -> Binding:
         """The binding without the operands at these places, which take part in no joint linearity."""
@@ -243,14 +242,7 @@ def parse(text: str, linear: str = "") -> Rule:
     made: set[str] = set()
     outputs = tuple(_operand(piece, text, whole, given, made) for piece in right.split(","))
     known = made | {f for row in operands for d in row for f in d.factors}
-    if unknown := [f for pair in together for f in pair if f not in known]:
-        raise BadRule(f"the rule {text!r} cuts {unknown[0]} together with another factor, and no operand has it")
-    for f in (f for row in outputs for d in row for f in d.factors):
-        if f not in known and f not in whole and f != ONE:
-            raise BadRule(
-                f"the rule {text!r} has the factor {f} in an output only",
-                advice=f"{f}!, where it stays whole, or {f}*, where each device makes its part",
-            )
+    _check_factors(text, {f for row in outputs for d in row for f in d.factors} - whole, known, together)
     groups = []
     for joint in filter(None, (g.strip() for g in linear.split(","))):
         members = [_PLACES.get(name.strip(), -1) for name in joint.split("+")]
@@ -276,6 +268,21 @@ def parse(text: str, linear: str = "") -> Rule:
         frozenset(made),
         together,
     )
+
+
+def _check_factors(
+    text: str, outputs: Collection[str], known: Collection[str], together: Sequence[tuple[str, str]]
+) -> None:
+    """Raise where an output has a factor that no operand has, or a mark names one."""
+    for f in sorted(outputs):
+        if f not in known and f != ONE:
+            raise BadRule(
+                f"the rule {text!r} has the factor {f} in an output only",
+                advice=f"{f}!, where it stays whole, or {f}*, where each device makes its part",
+            )
+    for f in itertools.chain.from_iterable(together):
+        if f not in known:
+            raise BadRule(f"the rule {text!r} cuts {f} together with another factor, and no operand has it")
 
 
 def public_name(op: str) -> str:

@@ -147,10 +147,11 @@ def cross(per_axis: Sequence[Strategy], sizes: dict[str, int], mesh: DeviceMesh)
     menus = [per_axis if n > 1 else unused for n in mesh.shape]
     result = []
     for combination in itertools.product(*menus):
-        cuts: dict[str, list[tuple[Cut, int, int]]] = {}  # of each factor: it may be cut alone, and with another
+        cuts: dict[str, list[tuple[Cut, int, int]]] = {}  # A factor may be cut alone, and with another.
         for axis, (strategy, n) in enumerate(zip(combination, mesh.shape, strict=True)):
-            for factor in strategy.cut.factors if strategy.cut is not None else ():
-                cuts.setdefault(factor, []).append((strategy.cut, axis, n))
+            if (cut := strategy.cut) is not None:
+                for factor in cut.factors:
+                    cuts.setdefault(factor, []).append((cut, axis, n))
         if all(_holds(sizes[factor], tuple(made)) for factor, made in cuts.items()):
             result.append(Choice(combination))
     return tuple(result)

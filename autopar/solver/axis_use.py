@@ -47,7 +47,7 @@ class AxisUse:
     stored: int
     is_regathered: bool
     modules: tuple[str, ...]  # modules whose weights are used in parts
-    experts: str = ""  # what the axis does to experts, in words; "" where it does not divide them
+    experts: str = ""  # words for what the axis does to experts; "" where it does not divide them
 
     @property
     def amounts(self) -> tuple[int, int, int, int]:
@@ -95,7 +95,7 @@ _OF_EXPERTS = {
 
 
 def _experts_along(plan: Plan, axis: int) -> tuple[str, frozenset[str]]:
-    """What an axis does to most experts, and the parameters that they use in parts along it."""
+    """Words for how an axis divides most experts, and the parameters that they use in parts along it."""
     seconds = defaultdict[str, float](float)
     in_parts = set[str]()
     for d in plan.decisions.values():
@@ -114,7 +114,8 @@ def _parameter(plan: Plan, name: str) -> str:
     """The parameter that a value is, but for its dtype; "" for another value."""
     d = plan.decisions.get(name)
     while d is not None and d.op in ("identity", "to") and d.reads:
-        name, d = d.reads[0], plan.decisions.get(d.reads[0])
+        name = d.reads[0]
+        d = plan.decisions.get(name)
     return name if d is not None and d.kind == "parameter" else ""
 
 

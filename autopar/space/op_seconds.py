@@ -111,7 +111,8 @@ class OpSeconds:
         """The matrix products of an op that has several, each a kernel of its own."""
         products = facts_of(chosen.op).products
         assert products is not None
-        call, itemsize = call_of(chosen.node), chosen.outputs[0].itemsize
+        call = call_of(chosen.node)
+        itemsize = chosen.outputs[0].itemsize
         by_choice = [products(call, OpOnDevice.fullest(self.mesh, choice)) for choice in chosen.choices]
 
         def kernels(way: int) -> Iterator[Kernel]:

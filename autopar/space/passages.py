@@ -121,7 +121,7 @@ class _Builder:
 
 
 def _routes(ops: Sequence[fx.Node]) -> set[fx.Node]:
-    """The ops that make the ids of experts, back to those that choose them by numbers that are no integers."""
+    """The ops that make the ids of experts, back to those that choose them by other numbers."""
     found = set[fx.Node]()
     waiting: list[Any] = [op.kwargs["ids"] for op in ops if op_name(op) == "experts"]
     while waiting:

@@ -290,7 +290,8 @@ def _stored(type_: TensorType, mesh: DeviceMesh, roles: AxisRoles, cut: Paramete
     axes = [a for a in roles.cuts if a not in of_mode]
 
     def sizes(dim: int) -> list[int]:
-        return [mesh.shape[a] for a in (*axes, *(a for a, of in of_mode.items() if of == dim))]
+        also = [a for a, of in of_mode.items() if of == dim]
+        return [mesh.shape[a] for a in (*axes, *also)]
 
     def divides(dim: int) -> bool:
         return type_.shape[dim] % math.prod(sizes(dim)) == 0

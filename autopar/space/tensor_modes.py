@@ -169,7 +169,7 @@ def _hidden_of_experts(node: fx.Node, parts: int) -> Iterator[tuple[str | None, 
 
 
 def by_experts(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, tuple[str, ...]]:
-    """Where parameters of experts lie if each device has experts of its own, to which rows travel along these axes."""
+    """The cuts of parameters of experts if each device along these axes has experts of its own."""
     parts = math.prod(mesh.shape[a] for a in axes)
     found: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:

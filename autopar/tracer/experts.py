@@ -19,7 +19,7 @@ _GetInterface = Callable[..., Callable[..., Tensor]]
 
 
 def experts_of_transformers(original: _GetInterface, lines: list[str]) -> _GetInterface:
-    """A replacement of `ExpertsInterface.get_interface`; `lines` are those that a graph says of its capture."""
+    """A replacement of `ExpertsInterface.get_interface`; `lines` go to what a graph assumes."""
 
     def get_interface(interface: Any, implementation: str, default: Callable[..., Tensor]) -> Callable[..., Tensor]:
         implemented = original(interface, implementation, default)

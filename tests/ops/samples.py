@@ -5,8 +5,10 @@ right.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from autopar.ops.entry import FACTS, OPS
+from autopar.runtime.bodies import HALVES, ONE, PAIRS, read_body
 
 RANDOM = torch.Generator().manual_seed(2)  # samples are the same in every run
 
@@ -66,7 +68,27 @@ def ignoring(targets, *rows):
     return targets
 
 
+def experts(layout, biases=False, **how):
+    """A call of four experts, two for a row, one of which is missing now and then."""
+    inner, width = 6, 6 if layout == ONE else 12
+    up, down = (4, width, 3), (4, 3, inner)
+    if how.get("transposed"):
+        up, down = (4, 3, width), (4, inner, 3)
+
+    def body(rows):
+        gate, other = (rows[:, ::2], rows[:, 1::2]) if layout == PAIRS else rows.chunk(2, -1)
+        return F.silu(gate) * other
+
+    ids = torch.rand(8, 4, generator=RANDOM).topk(2).indices
+    ids[3, 1] = -1
+    more = dict(up_bias=normal(4, width), down_bias=normal(4, 3)) if biases else {}
+    text = read_body(F.gelu if layout == ONE else body, layout).text
+    given = dict(input=normal(8, 3), ids=ids, weights=positive(8, 2), up=normal(*up), down=normal(*down))
+    return {**given, **more, "body": text, "layout": layout, **how}
+
+
 SAMPLES |= {
+    "experts": [experts(HALVES), experts(PAIRS, biases=True, transposed=True), experts(ONE, biases=True)],
     "matmul": [dict(input=normal(5, 4), other=normal(4, 7)), dict(input=normal(3, 1, 5, 4), other=normal(6, 4, 7))],
     "eq": [dict(input=whole_numbers(3, 5, 4), other=whole_numbers(3, 4)), dict(input=whole_numbers(3, 5, 4), other=1)],
     "dropout": [dict(input=normal(5, 4), p=0.0)],

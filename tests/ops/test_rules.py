@@ -14,14 +14,14 @@ import autopar
 from autopar.graph.graph import TensorType
 from autopar.letters import BadRule
 from autopar.ops.declare import WHOLE, users_rule
-from autopar.ops.entry import FACTS, OPS, describe, exchanges_of, facts_of
+from autopar.ops.entry import FACTS, OPS, describe, exchanges_of, facts_of, rule_of, sends_along
 from autopar.ops.exchange import Exchange, messages_of, read_exchanges
 from autopar.ops.local import OpCall
 from autopar.runtime.rehearsal import Rehearsal
 from autopar.sharding.notation import parse
 from autopar.sharding.placement import flow
 from autopar.sharding.strategies import Strategy, strategies_on_one_axis
-from autopar.space.trial import tupled
+from autopar.space.trial import CannotRun, tupled
 from autopar.tracer import ColoTracer
 from tests.ops.proof import prove, run_all, strategies_of, typed
 from tests.ops.samples import OF_MODELS, OF_TORCH, OF_TURNS, SAMPLES, is_plain, normal, samples
@@ -71,8 +71,8 @@ def test_an_entry_says_what_its_form_sends(op):
     sends = False
     for arguments, strategy in proofs(op):
         outputs = tuple(TensorType.of(o) for o in tupled(OPS[op].run(arguments)))
-        is_marked = strategy not in strategies_of(op, arguments, with_marks=False)[0]
         call = OpCall(op, typed(arguments), outputs)
+        is_marked = sends_along(op, rule_of(op, {**call.arguments, "outputs": outputs}), strategy.cut)
         said = messages_of(exchanges_of(call) if is_marked else (), 2)
         sent = prove(op, arguments, strategy, 2).messages
         assert all(of_way == said[way] for way, of_way in sent.items()), strategy
@@ -94,9 +94,9 @@ def test_a_form_without_one_of_its_messages_is_caught(op, left_out, monkeypatch)
         sent[index] += 1
         return [x] if sent[index] == left_out + 1 else exchanged(self, index, x, kind)
 
-    exchanged = Rehearsal._exchanged
-    monkeypatch.setattr(Rehearsal, "_exchanged", alone)
-    with pytest.raises(AssertionError):
+    exchanged = Rehearsal.exchanged
+    monkeypatch.setattr(Rehearsal, "exchanged", alone)
+    with pytest.raises((AssertionError, CannotRun)):  # rows that did not come may be missed before they are compared
         for arguments, strategy in proofs(op):
             sent.clear()
             prove(op, arguments, strategy, 2)

@@ -1,0 +1,17 @@
+"""`LIMITS`: the tuned numbers of ops, each with its unit and how it was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Numbers that local forms are built with."""
+
+    # Rows of a round, and pairs of a chunk, over those of a router that loads all experts alike. A router that is a
+    # quarter off still needs one round. Chosen.
+    spare: float = 1.25
+
+
+LIMITS = Limits()

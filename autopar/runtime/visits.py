@@ -1,0 +1,129 @@
+"""Visits: rows that go along an axis to the devices of their experts, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime import rehearsal
+from autopar.runtime.agreement import wait_for
+from autopar.runtime.collectives import Axis, gather_into
+
+
+class Hop(NamedTuple):
+    """An axis that cuts experts: rows travel to the device of their experts, or those of others are left out."""
+
+    axis: str
+    parts: int
+    experts: int  # experts before the axis cuts them
+    rows: int  # visits from a device to another in a round; 0: rows stay, and a device has its own experts alone
+    place: int = -1  # this device's on the axis, where rows stay
+
+    @property
+    def step(self) -> int:
+        return -(-self.experts // self.parts)
+
+    @property
+    def travels(self) -> bool:
+        return self.rows > 0
+
+
+class Wire:
+    """The devices of an axis: a process group, or in a rehearsal the threads that stand for them."""
+
+    def __init__(self, axis: Axis | None) -> None:
+        self.axis = axis
+        self.index: int = rehearsal.index_here() if axis is None else axis.index
+
+    def rows(self, x: Tensor, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
+        """Rows that come from each device, for rows sent to each."""
+        if self.axis is None:
+            return rehearsal.rows_of_all(x, sends)
+        made = x.new_empty((sum(comes), *x.shape[1:]))
+        given = x.contiguous(), list(comes), list(sends)
+        wait_for(dist.all_to_all_single(made, *given, group=self.axis.group, async_op=True))
+        return made
+
+    def gathered(self, x: Tensor) -> list[list[int]]:
+        """The numbers that each device has."""
+        if self.axis is None:
+            return [of.tolist() for of in rehearsal.held_by_all(x, "all_gather")]
+        made = x.new_empty(self.axis.size * x.numel())
+        wait_for(gather_into(made, x, group=self.axis.group, async_op=True))
+        found: list[list[int]] = made.view(self.axis.size, -1).tolist()
+        return found
+
+    def most(self, n: int, device: torch.device) -> int:
+        """The largest number that a device has."""
+        if self.axis is None:
+            return int(max(rehearsal.held_by_all(torch.tensor(n), "all_reduce")))
+        number = torch.tensor([n], device=device)
+        wait_for(dist.all_reduce(number, dist.ReduceOp.MAX, group=self.axis.group, async_op=True))
+        return int(number)
+
+
+class Way:
+    """Which rows visit which device of an axis, round by round."""
+
+    def __init__(self, ids: Tensor, hop: Hop, wire: Wire, inner: Sequence[Wire]) -> None:
+        self.hop = hop
+        self.wire = wire
+        self.ids = ids
+        tokens = ids.shape[0]
+        owner = torch.where((ids >= 0) & (ids < hop.experts), ids // hop.step, -1)
+        places = torch.arange(hop.parts, device=ids.device)
+        visits = (owner[None] == places[:, None, None]).any(-1)
+        self.counts = wire.gathered(visits.sum(1))  # counts by device, to each device
+        rounds = max(1, -(-max(map(max, self.counts)) // hop.rows))
+        for other in inner:  # Devices that meet inside take part in as many rounds.
+            rounds = other.most(rounds, ids.device)
+        self.rounds = rounds
+        order = visits.flatten().logical_not().to(torch.uint8).argsort(stable=True)
+        own = self.counts[wire.index]
+        self.rows = (order[: sum(own)] % max(1, tokens)).split(own)
+
+    def round(self, i: int) -> Round:
+        return Round(self, i)
+
+
+class Round:
+    """The visits of one round."""
+
+    def __init__(self, way: Way, i: int) -> None:
+        hop = way.hop
+        me = way.wire.index
+        first = i * hop.rows
+        self.wire = way.wire
+        self.sends = [max(0, min(hop.rows, n - first)) for n in way.counts[me]]
+        self.comes = [max(0, min(hop.rows, counts[me] - first)) for counts in way.counts]
+        self.rows = [rows[first : first + hop.rows] for rows in way.rows]
+        sent = torch.cat(self.rows)
+        to = torch.arange(hop.parts, device=sent.device).repeat_interleave(
+            torch.tensor(self.sends, device=sent.device), output_size=sum(self.sends)
+        )
+        local = way.ids[sent] - to[:, None] * hop.step
+        self.is_there = (local >= 0) & (local < hop.step)
+        self.ids = torch.where(self.is_there, local, -1)
+        self.sent = sent
+
+    def there(self, x: Tensor) -> Tensor:
+        """Send something of each visit's row to where it goes."""
+        return self.wire.rows(x[self.sent], self.sends, self.comes)
+
+    def routes(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Send where each visit goes there, and with what weights, in one message."""
+        given = torch.where(self.is_there, weights[self.sent], 0)
+        packed = torch.cat([self.ids.contiguous().view(torch.uint8), given.contiguous().view(torch.uint8)], 1)
+        comes = self.wire.rows(packed, self.sends, self.comes)
+        ids, arrived = comes.split([self.ids.shape[1] * 8, given.shape[1] * given.element_size()], 1)
+        return ids.contiguous().view(self.ids.dtype), arrived.contiguous().view(given.dtype)
+
+    def back(self, y: Tensor, to: Tensor) -> None:
+        """Return something of each visit, and add it to its row; one device after the other, in a fixed order."""
+        returned = self.wire.rows(y, self.comes, self.sends).split(self.sends)
+        for rows, made in zip(self.rows, returned, strict=True):
+            to.index_add_(0, rows, made.to(to.dtype))
