@@ -50,12 +50,9 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     if both := left_out & frozenset(axes_of([rows])):
         raise Refused(f"{sorted(both)} cuts rows and experts", "rows travel there")
     hidden = _hidden(up, down, up_bias, setup)
-    for t in read:
-        if axes_of(without(dim, lost) for dim in t.dims):
-            raise Refused(f"what bodies of experts read lies as {t}", "all of it is whole")
-    if setup.behind and (parts := hidden | down.sums | (down_bias.sums if down_bias else frozenset())):
+    if setup.behind and (parts := hidden | down.sums):
         raise Refused(f"a part of a sum over {sorted(parts)} goes through a function", "the sum of all parts")
-    _needs_summed((x, ids, up, up_bias, *(_settled(t, lost) for t in read)))
+    _needs_summed((x, ids, up, up_bias, *_wholes(read, lost)))
     if down_bias and down_bias.sums != down.sums | hidden:
         raise Refused(
             f"the last bias lies as {down_bias}, and the last matrices as {down}",
@@ -71,6 +68,15 @@ def _needs_own(t: Type | None, setup: Setup, lost: _Axes) -> None:
     by = [hop.axis for hop in setup.hops if hop.axis not in lost]
     if t and axes_of(t.dims[:1]) != by:
         raise Refused(f"experts are told apart along {by}, and matrices lie as {t}", "they are cut by these axes")
+
+
+def _wholes(read: Sequence[Type], lost: _Axes) -> list[Type | None]:
+    """Tensors that bodies read besides rows, of which a device has to have all."""
+    settled = [_settled(t, lost) for t in read]
+    for t in settled:
+        if t and axes_of(t.dims):
+            raise Refused(f"a parameter that experts read lies as {t}", "every device has all of it")
+    return settled
 
 
 def _needs_summed(types: Sequence[Type | None]) -> None:

@@ -34,14 +34,15 @@ def _sum(call: TypedCall) -> Type:
 @rule("histc.default")
 def _counted(call: TypedCall) -> Type:
     """Counts of entries in ranges, which are partial sums where the ranges do not follow the entries."""
-    x, _, least, most = (*call.args, 100, 0, 0)[:4]
+    x = call.args[0]
     if x.sums | x.most:
         raise Refused(f"it lies as {x}", "entries are counted once they are summed")
     axes = frozenset(axes_of(x.dims))
     made = Type(plain(call.shapes[0]), sums=axes, open=x.open)
     if any(map(is_free, x.dims)):  # constants were counted: of a part, or of the whole
         return made.opened(call.axes)
-    return made if least != most else made.opened(axes)
+    follow_entries = call.at(2, 0) == call.at(3, 0)  # The ranges are then those of a device's own entries.
+    return made.opened(axes) if follow_entries else made
 
 
 @rule("mean.dim", "mean.default")

@@ -166,11 +166,9 @@ def experts_on_device(*, setup: str, more: Sequence[Tensor] = (), **given: Any) 
 
 def rule(arguments: Mapping[str, Any]) -> Rule:
     """The rule of a call, by how its matrices lie and what its body reads."""
-    layout, transposed = arguments.get("layout", HALVES), arguments.get("transposed", False)
-    more = "".join(
-        ", " + " ".join(f"m{i}_{d}!" for d in range(len(tensor.shape)))
-        for i, tensor in enumerate(arguments.get("more", ()))
-    )
+    layout = arguments.get("layout", HALVES)
+    transposed = arguments.get("transposed", False)
+    more = "".join(f", {_whole_row(f'm{i}', tensor)}" for i, tensor in enumerate(arguments.get("more", ())))
     if layout == CLOSED:
         return parse(f"t! h!, t! k!, t! k!, e! w! v!, e! x! y!, e! w!, e! z!{more} -> t! h!")
     width, inner = {HALVES: (HALVES, "gate"), PAIRS: (PAIRS, "i"), ONE: ("i", "i"), WHOLE: ("w!", "i!")}[layout]
@@ -179,6 +177,11 @@ def rule(arguments: Mapping[str, Any]) -> Rule:
     down = f"{e} {inner} h!" if transposed else f"{e} h! {inner}"
     linear = "z" if arguments.get("behind") else "z, v+a"
     return parse(f"t h!, t k!, t k!, {up}, {down}, {e} {width}, {e} h!{more} -> t h!", linear=linear)
+
+
+def _whole_row(name: str, tensor: Any) -> str:
+    """The row of a tensor of which every device has all."""
+    return " ".join(f"{name}_{d}!" for d in range(len(tensor.shape)))
 
 
 def hops_at(here: Here, call: OpCall) -> tuple[Hop, ...]:

@@ -158,7 +158,8 @@ def _text_of(
     read = tuple(t for t in held if symbols[id(t)].users)
     if other := [t for t in read if not t.is_floating_point()]:
         raise NotABody(f"it reads a tensor of {other[0].dtype}")
-    places = {node: i for i, node in enumerate([rows, *(symbols[id(t)] for t in read)])}
+    operands = [rows, *(symbols[id(t)] for t in read)]
+    places = {node: i for i, node in enumerate(operands)}
     steps = []
     for node in graph.nodes:
         if node.op != "placeholder":

@@ -115,7 +115,8 @@ class _Matrices:
         if places:  # Rows of no expert are arbitrary, and must not be summed with the others.
             is_there = _are_there(rows, ends)
             other = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
-            rows, gradient = torch.where(is_there, rows, other), torch.where(is_there, gradient, 0)
+            rows = torch.where(is_there, rows, other)
+            gradient = torch.where(is_there, gradient, 0)
         of_rows, *of_more = gradients_of_body(body, rows, [self.more[i] for i in places], gradient)
         for i, found in zip(places, of_more, strict=True):
             self.add(f"more {i}", found.to(_wide(found)))
