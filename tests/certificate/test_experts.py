@@ -16,7 +16,10 @@ from autopar.codegen.lower import lower
 from autopar.letters import NotCertified
 from autopar.request import Request
 from autopar.search import plan_of
+from autopar.tracer import ColoTracer
 from tests.certificate.made import broken
+from tests.equality.test_travelling import ROWS as ROWS_GIVEN
+from tests.equality.test_travelling import WIDTH, E, I, M, Routed, T, planned, scores
 from tests.shares import one_in
 from tests.zoo.experts import FAMILIES, VOCABULARY
 
@@ -60,6 +63,23 @@ def test_a_wrong_reduction_is_refused(name, preset):
     for what, program in wrong[:: 1 + len(wrong) // 24]:
         with pytest.raises(NotCertified):
             program.certified()
+            pytest.fail(what)
+    assert wrong
+
+
+@pytest.mark.parametrize("kind, cuts", [("behind", (T, M)), ("slope", (M, I))], ids=str)
+def test_experts_that_read_parameters(kind, cuts):
+    rows = torch.randn(ROWS_GIVEN, WIDTH).double()
+    batch = {"x": rows, "scores": scores("random")}
+    model = Routed(True, kind)
+    plan = planned(model, batch, MESHES["2x2"], cuts)
+    program = lower(ColoTracer().trace(model, batch), plan, (1, 1))
+    found = program.certified()
+    assert not found.open and found.ends > 5
+    wrong = list(broken(program))
+    for what, other in wrong[:: 1 + len(wrong) // 12]:
+        with pytest.raises(NotCertified):
+            other.certified()
             pytest.fail(what)
     assert wrong
 
