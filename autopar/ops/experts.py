@@ -223,7 +223,9 @@ def _pairs(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
 def part_of_experts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Experts on a device, with the axes along which rows travel or experts of others are left out."""
     hops = hops_at(here, call)
-    if hops and plays_all_ranks():
+    if not hops:
+        return None
+    if plays_all_ranks():
         raise NotServed(
             "experts of other devices are others on every rank, and LocalTensors run one program for all",
             at=call.source,
@@ -303,25 +305,39 @@ def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
-    """Temporary bytes, forward and backward: hidden rows of a chunk, visits of a round, and sums.
+    """Temporary bytes in forward and in backward, beyond results and gradients: of the fullest of some moments.
 
-    A chunk has the pairs of a balanced router and a quarter more, so that no routing takes more.
+    A chunk has the pairs of a balanced router and some more, so that no routing takes more.
     """
     hops = hops_at(here, call)
-    row, route, _, _ = _sizes(call)
-    input = call.arguments["input"]
-    wide = max(4, input.itemsize, call.arguments["weights"].itemsize)
+    row, route, _, one = _sizes(call)
+    input, weights = call.arguments["input"], call.arguments["weights"]
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
     down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
     two, one = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
-    pairs = _chunk(here, call, hops)
+    travelling = [hop.parts * hop.rows for hop in hops if hop.travels]
     h = input.shape[1]
-    visits = [held[0][0], *(hop.parts * hop.rows for hop in hops if hop.travels)]
-    on_the_way = sum(visits[1:]) * (2 * row + route)
-    sums = visits[-1] * h * (2 * input.itemsize + wide)
-    forward = pairs * (h + max(two + 2 * one, one + h)) * input.itemsize + sums + on_the_way
-    backward = pairs * (h + two + 3 * one) * input.itemsize + sums + 2 * on_the_way
-    return int(forward), int(backward)
+    wide = max(4, input.itemsize, weights.itemsize) * h  # bytes of a row of a sum
+    pairs = _chunk(here, call, hops)
+    places = pairs * _INTEGERS * 8
+    rows = (travelling or [held[0][0]])[-1]
+    sums = rows * wide + rows * (2 * row + wide)  # a sum, and what is added to it
+    pair = input.itemsize * pairs
+    copied = pair * two if hops else 0  # What is kept of the first matrices is copied into its buffer.
+    forward = places + rows * wide + max(pair * h + copied, pair * 2 * one + copied, pair * (one + h), pair * h + sums)
+    of_up, of_down = (math.prod(shape) * input.itemsize for shape in (up, down))
+    made = held[0][0] * row + of_up + of_down
+    moments = (
+        pair * (h + two + 3 * one) + of_down,  # the body's backward
+        pair * (h + two) + of_down + of_up,
+        pair * h + of_down + of_up + sums,
+    )
+    backward = places + rows * wide + max(moments) - made
+    on_the_way = sum(travelling) * (row + route) + (held[0][0] * wide if travelling else 0)
+    return max(0, int(forward + on_the_way - held[0][0] * row)), max(0, int(backward + on_the_way + sum(travelling) * row))
+
+
+_INTEGERS = 7  # tensors of an integer a pair that say where pairs stand
 
 
 op(

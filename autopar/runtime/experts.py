@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime.bodies import gradients_of_body, reads_of, run_body
@@ -151,7 +152,7 @@ class _Kept:
     """What backward gets of the first round: rows that arrived, and what the body takes of the first chunk."""
 
     arrived: Tensor
-    before: Tensor
+    before: Tensor | None = None
 
 
 class _Sorted:
@@ -220,7 +221,7 @@ def _computed(rows: _Rows, of: _Matrices, is_whole: bool, keep: _Kept | None) ->
         places, experts, ends = pairs.of(first, last)
         before = of.hidden(rows.x[places], experts, ends)
         if keep is not None and first == 0:
-            keep.before[: last - first] = before
+            keep.before = before
         hidden = of.run(of.setup.body, before)
         del before
         made = of.results(hidden, experts, ends)
@@ -246,7 +247,11 @@ def _computed_back(
     for first, last in pairs.chunks(of.setup.chunk):
         places, experts, ends = pairs.of(first, last)
         given = x[places]
-        before = kept.before[: last - first] if kept and first == 0 else of.hidden(given, experts, ends)
+        before = (
+            kept.before[: last - first]
+            if kept and kept.before is not None and first == 0
+            else of.hidden(given, experts, ends)
+        )
         hidden = of.run(of.setup.body, before)
         comes = gradient[places]
         share = weights.flatten()[pairs.order[first:last], None]
@@ -368,9 +373,10 @@ def experts_forward(tensors: Sequence[Tensor], axes: Sequence[Axis], setup: str)
     """
     how = Setup.of(setup)
     x, ids, weights, up, *_ = tensors
-    keep = _Kept(x.new_zeros(how.arrivals, x.shape[1]), x.new_zeros(how.chunk, how.width(up)))
+    keep = _Kept(x.new_zeros(how.arrivals, x.shape[1]))
     out = _device(tensors, axes, how).forward(_Rows(x, ids, weights), how.hops, keep)
-    return out, keep.arrived, keep.before
+    before = x.new_zeros(0, how.width(up)) if keep.before is None else keep.before
+    return out, keep.arrived, F.pad(before, (0, 0, 0, how.chunk - len(before))) if len(before) < how.chunk else before
 
 
 def experts_backward(

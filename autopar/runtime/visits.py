@@ -120,7 +120,9 @@ class Round:
         packed = torch.cat([self.ids.contiguous().view(torch.uint8), given.contiguous().view(torch.uint8)], 1)
         comes = self.wire.rows(packed, self.sends, self.comes)
         ids, arrived = comes.split([self.ids.shape[1] * 8, given.shape[1] * given.element_size()], 1)
-        return ids.contiguous().view(self.ids.dtype), arrived.contiguous().view(given.dtype)
+        slots = self.ids.shape[1]
+        # A single row keeps the stride of what it was cut from, of which no wider number may be viewed.
+        return ids.flatten().view(self.ids.dtype).view(-1, slots), arrived.flatten().view(given.dtype).view(-1, slots)
 
     def back(self, y: Tensor, to: Tensor) -> None:
         """Return something of each visit, and add it to its row; one device after the other, in a fixed order."""

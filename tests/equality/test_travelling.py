@@ -14,7 +14,7 @@ import autopar
 from autopar import DeviceMesh
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
-from autopar.testing import Equality
+from autopar.testing import Equality, on_processes
 from autopar.tracer import ColoTracer
 from tests.random_plans import cheapest_at_random, eager_links
 from tests.training import whole
@@ -191,3 +191,67 @@ def test_what_stands_behind_experts_reads_whole_sums():
     (site,) = [site for site in space.sites if site.op == "experts"]
     assert {cut_of(choice.strategies[0]) for choice in site.choices} >= {T, E, M}
     assert I not in {cut_of(choice.strategies[0]) for choice in site.choices}
+
+
+@pytest.mark.parametrize("kind", ["halves", "pairs", "plain"])
+@pytest.mark.parametrize("mesh, cuts", [((4,), (M,)), ((4,), (I,)), ((2, 2), (M, I)), ((2, 2), (T, E))], ids=str)
+def test_biases_and_layouts(mesh, cuts, kind, threads):
+    """The bias of the last matrices counts once, whatever is cut."""
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    check(threads, Routed(bias=True, kind=kind), {"x": x, "scores": scores("random")}, DeviceMesh(mesh), cuts)
+
+
+def test_uneven_rows_and_experts(threads):
+    """Rows 17, 17, 17, 10 and experts 3, 3, 2; weights in single precision, of which a single row arrives somewhere."""
+    x = torch.randn(61, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    check(threads, Routed(), {"x": x, "scores": scores("one first")[:61]}, DeviceMesh((4,)), (M,))
+    check(threads, Routed(), {"x": x, "scores": scores("one device")[:61].float()}, DeviceMesh((3,)), (M,))
+
+
+def steps(model, batch, optimizer, count):
+    """Losses of some steps whose gradients are clipped by their norm."""
+    losses = []
+    for _ in range(count):
+        loss = model(**batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(loss.detach()), float(whole(norm) if hasattr(norm, "full_tensor") else norm)]
+    return losses
+
+
+def trained(rank, batch, plans, back, folder):
+    """Three clipped steps under each plan, then a checkpoint that another plan goes on from."""
+    found = []
+    for number, plan in enumerate(plans):
+        model = autopar.autoparallelize(Routed(bias=True), batch, plan=plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = steps(model, batch, optimizer, 3)
+        autopar.save(f"{folder}/{number}", model, optimizer, step=3)
+        other = autopar.autoparallelize(Routed(bias=True), batch, plan=back)
+        again = torch.optim.AdamW(other.parameters(), lr=0.01)
+        autopar.load(f"{folder}/{number}", other, again)
+        losses += steps(other, batch, again, 1)
+        found.append((losses, {n: whole(p.detach()) for n, p in other.named_parameters()}))
+    return found
+
+
+@pytest.mark.machines
+@pytest.mark.timeout(240)
+def test_it_trains_with_clipping_and_goes_on_elsewhere(tmp_path):
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    batch = {"x": x, "scores": scores("one first")}
+    reference = Routed(bias=True)
+    reference.forward = lambda x, scores: eager(reference, x, scores)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    losses = steps(reference, batch, optimizer, 4)
+    model = Routed(bias=True)
+    cuts = [((4,), (M,)), ((2, 2), (T, M)), ((2, 2), (M, I)), ((2, 2), (M, M))]
+    plans = [planned(model, batch, DeviceMesh(mesh), cut) for mesh, cut in cuts]
+    back = planned(model, batch, DeviceMesh((4,)), (T,))
+    for of_rank in on_processes(4, trained, batch, plans, back, str(tmp_path), timeout_s=200.0):
+        for said, parameters in of_rank:
+            assert said == pytest.approx(losses, rel=1e-9)
+            for name, value in reference.named_parameters():
+                torch.testing.assert_close(parameters[name], value.detach(), rtol=0, atol=1e-9, msg=name)
