@@ -327,14 +327,18 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     forward = places + rows * wide + max(pair * h + copied, pair * 2 * one + copied, pair * (one + h), pair * h + sums)
     of_up, of_down = (math.prod(shape) * input.itemsize for shape in (up, down))
     made = held[0][0] * row + of_up + of_down
+    behind = 6 * h if call.arguments.get("behind") else 0  # Results, their gradients, and as many inside a norm.
     moments = (
+        pair * (two + one + behind),  # the backward of what stands behind
         pair * (h + two + 3 * one) + of_down,  # the body's backward
         pair * (h + two) + of_down + of_up,
         pair * h + of_down + of_up + sums,
     )
     backward = places + rows * wide + max(moments) - made
     on_the_way = sum(travelling) * (row + route) + (held[0][0] * wide if travelling else 0)
-    return max(0, int(forward + on_the_way - held[0][0] * row)), max(0, int(backward + on_the_way + sum(travelling) * row))
+    return max(0, int(forward + on_the_way - held[0][0] * row)), max(
+        0, int(backward + on_the_way + sum(travelling) * row)
+    )
 
 
 _INTEGERS = 7  # tensors of an integer a pair that say where pairs stand

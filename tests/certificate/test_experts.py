@@ -19,7 +19,7 @@ from autopar.search import plan_of
 from autopar.tracer import ColoTracer
 from tests.certificate.made import broken
 from tests.equality.test_travelling import ROWS as ROWS_GIVEN
-from tests.equality.test_travelling import WIDTH, E, I, M, Routed, T, planned, scores
+from tests.equality.test_travelling import WIDTH, I, M, Routed, T, planned, scores
 from tests.shares import one_in
 from tests.zoo.experts import FAMILIES, VOCABULARY
 
