@@ -93,7 +93,12 @@ def table() -> None:
         plan = planned(model, mesh, rows, length, None)
         seconds = time.process_time() - start
         said = str(plan).partition("plan      ")[2].partition("\nspeed")[0]
-        cells += [f"{1e3 * plan.step_time_s:.0f}", f"{plan.peak_bytes / 2**30:.1f}", f"{seconds:.0f}", " ".join(said.split())]
+        cells += [
+            f"{1e3 * plan.step_time_s:.0f}",
+            f"{plan.peak_bytes / 2**30:.1f}",
+            f"{seconds:.0f}",
+            " ".join(said.split()),
+        ]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -305,7 +305,7 @@ def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
-    """Temporary bytes in forward and in backward, beyond results and gradients: of the fullest of some moments.
+    """Temporary bytes in forward and in backward, beyond results and gradients, at the fullest moment.
 
     A chunk has the pairs of a balanced router and some more, so that no routing takes more.
     """

@@ -245,7 +245,7 @@ def outside_randomness(replacing: ReplacingByName) -> Iterator[None]:
 
 
 def parametrizations_write_nothing() -> contextlib.AbstractContextManager[None]:
-    """Let a parametrization that is registered inside forward not set its tensor to itself, which would be a write.
+    """Let a parametrization that forward registers not set its tensor to itself, which would be a write.
 
     Private: `torch.nn.utils.parametrize._maybe_set`, torch 2.11 to 2.14.
     """

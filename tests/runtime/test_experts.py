@@ -1,4 +1,4 @@
-"""The exchange of experts alone, on four processes: any routing, any division of rows, exact, and counted from outside."""
+"""The exchange of experts alone, on four processes: any routing, any division of rows, counted from outside."""
 
 from __future__ import annotations
 
