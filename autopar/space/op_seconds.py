@@ -120,8 +120,8 @@ class OpSeconds:
                 batch, m, n, k = np.array(sizes, float).T
                 moved = itemsize * batch * (m * n + n * k + m * k)
                 matrices = Matrices(batch, m, n, k)
-                yield Kernel((), chosen.outputs[0].dtype, 2 * batch * m * n * k, moved, moved, is_product=True,
-                             matrices=matrices)  # fmt: skip
+                yield Kernel(("grouped_mm",), chosen.outputs[0].dtype, 2 * batch * m * n * k, moved, moved,
+                             is_product=True, matrices=matrices)  # fmt: skip
 
         return Kernels(list(kernels(0)), beside=[(1, kernel) for kernel in kernels(1)] if chosen.trained else ())
 
