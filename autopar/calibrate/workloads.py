@@ -229,9 +229,9 @@ _GPU_PRODUCTS = tuple(
     for rows in (64, 2048, most)
 )
 _GPU_BATCHED = ((16, 64, 64, 64), (64, 256, 64, 256), (64, 1024, 64, 1024), (256, 1024, 128, 1024))
-# several for each length, from few heads to more than there are multiprocessors: each length has a rate of its own
 # Experts of the shapes that models have, from few rows of each to many.
 _GPU_GROUPED = ((32, 16, 2048, 768), (128, 64, 2048, 768), (64, 512, 2048, 1408), (8, 2048, 4096, 14336))
+# several for each length, from few heads to more than there are multiprocessors: each length has a rate of its own
 _GPU_HEADS = (
     (1, 4, 128, 64),
     (32, 12, 128, 64),
