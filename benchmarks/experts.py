@@ -1,6 +1,7 @@
 """Plans of mixtures of experts on meta: what is chosen, beside what others would run.
 
 python -m benchmarks.experts            # the table of benchmarks/experts.md
+python -m benchmarks.experts published  # steps that others published
 python -m benchmarks.experts deepseek   # DeepSeek-V3 as it is, on 256 devices: how long planning takes
 """
 
@@ -102,6 +103,50 @@ def table() -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
+# Steps that were published, as they ran: model, GPU, mesh, micro-batch of a GPU, length, micro-batches, what is parallel,
+# seconds. NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, 26.02.01; pytorch/torchtitan#3816 (16B DeepSeek).
+OSS = dict(zero=1, size=64)
+RAN = [
+    ("gpt-oss-120b", "gb300-72x1", (64,), 4, 4096, 5, {"experts": 64, "data": OSS}, 4.2301),
+    ("gpt-oss-120b", "gb200-72x1", (64,), 4, 4096, 5, {"experts": 64, "data": OSS}, 5.1999),
+    ("gpt-oss-120b", "b300-8x8", (8, 8), 4, 4096, 5, {"experts": 8, "data": OSS}, 5.4501),
+    ("gpt-oss-120b", "b200-8x8", (8, 8), 4, 4096, 5, {"experts": 8, "data": OSS}, 5.97),
+    ("DeepSeek 16B", "b200-8x1", (8,), 4, 4096, 1, "zero3", 0.9362),
+    ("DeepSeek 16B", "mi355x-8x1", (4, 2), 4, 4096, 1, {"experts": 2, "data": dict(size=8, zero=3)}, 1.6067),
+]
+
+
+def of_others(name: str) -> Any:
+    if name == "gpt-oss-120b":
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(use_cache=False))
+    sizes = dict(
+        vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27,
+        num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2,
+        q_lora_rank=None, kv_lora_rank=512, n_group=1, topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, use_cache=False))
+
+
+def published() -> None:
+    """Predicted seconds beside published ones, and the ratios of neighbours."""
+    print("| model | GPUs | predicted s | published s | ratio |\n| --- | --- | --- | --- | --- |")
+    found = []
+    for name, cluster, mesh, rows, length, turns, parallel, seconds in RAN:
+        with torch.device("meta"):
+            model = of_others(name)
+        ids = torch.empty(rows * math.prod(mesh), length, dtype=torch.int64, device="meta")
+        plan = autopar.plan(
+            model, {"input_ids": ids, "labels": ids}, mesh=mesh, cluster=cluster, precision="bf16", parallel=parallel,
+            accumulation=turns, memory_budget="inf", assume=autopar.Assume(no_padding=True, imbalance=1.0),
+        )  # fmt: skip
+        found.append((name, cluster, plan.step_time_s, seconds))
+        cells = [name, cluster, f"{plan.step_time_s:.3f}", f"{seconds:.3f}", f"{plan.step_time_s / seconds:.2f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    for one, other in ((1, 0), (3, 2), (3, 1), (2, 0)):
+        predicted, said = (math.log(found[other][k] / found[one][k]) for k in (2, 3))
+        print(f"{found[one][1]} -> {found[other][1]}: predicted {predicted:+.3f}, published {said:+.3f}")
+
+
 def deepseek() -> None:
     """The model as its configuration has it, 61 layers of 256 experts, on 256 devices."""
     config = transformers.DeepseekV3Config(use_cache=False)
@@ -122,4 +167,4 @@ def deepseek() -> None:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    deepseek() if "deepseek" in sys.argv else table()
+    {"deepseek": deepseek, "published": published}.get(sys.argv[-1], table)()
