@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from autopar.letters import NotServed
-from autopar.ops.entry import Sizes, op
+from autopar.ops.entry import Kernels, op
 from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange, LargestShapes
 from autopar.ops.limits import LIMITS
 from autopar.ops.local import Form, Here, OpCall
@@ -269,8 +269,8 @@ def _of_visits(nbytes: float) -> Callable[[LargestShapes, int], float]:
     return lambda parts, n: nbytes * n
 
 
-def products(call: OpCall, here: Here) -> tuple[Sequence[Sizes], Sequence[Sizes]]:
-    """The matrix products of a device, in forward and in backward.
+def kernels(call: OpCall, here: Here) -> Kernels:
+    """The matrix products of a device, in forward and in backward, and what else it reads and writes.
 
     Backward makes results again where something stands behind them. The fullest device has more rows than the mean
     where experts are divided.
@@ -285,7 +285,11 @@ def products(call: OpCall, here: Here) -> tuple[Sequence[Sizes], Sequence[Sizes]
     back = [(e, rows, inner, h), (e, inner, h, rows), (e, rows, h, width), (e, width, h, rows)]
     if call.arguments.get("behind"):
         back.append((e, rows, h, inner))
-    return [(e, rows, width, h), (e, rows, h, inner)], back
+    # Rows are gathered, go through the body, and are added to sums slot by slot; backward does each of it twice.
+    item = call.arguments["input"].itemsize
+    body = 2 * width + (inner if width > inner else 0)
+    passed = e * rows * ((2 * h + body + 4 * h) * item + 2 * h * max(4, item))
+    return Kernels([(e, rows, width, h), (e, rows, h, inner)], back, passed)
 
 
 def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
@@ -355,6 +359,6 @@ op(
     part_keeps=kept_beside,
     part_work=work_of_part,
     flops=(6, "e|up|two"),  # Those of a gated body; `products` says what a call has.
-    products=products,
+    products=kernels,
     joint=True,
 )

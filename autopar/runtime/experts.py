@@ -190,11 +190,11 @@ class _Sorted:
         """Add what was made of some pairs to their rows, slot by slot, as atomic sums have no order."""
         for j in range(self.slots):
             place, is_there = self.slot(j, first, last)
-            share = torch.where(is_there[:, None], made[place], 0)  # rows of no expert are arbitrary
+            share = made[place].masked_fill_(~is_there[:, None], 0)  # rows of no expert are arbitrary
             if weights is None:
                 out.add_(share)
             else:
-                out.addcmul_(share.to(out.dtype), weights[:, j, None].to(out.dtype))
+                out.addcmul_(share, weights[:, j, None])
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:
