@@ -9,7 +9,6 @@ and says nothing about sizes: it runs on any number of rows, and on a part of ea
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import operator
@@ -94,8 +93,9 @@ def _with(function: Any, tensors: Mapping[int, Any]) -> Any:
 
 def _copied(module: nn.Module, tensors: Mapping[int, Any]) -> nn.Module:
     """A module with anything for its tensors, as plain attributes, as symbols are not tensors."""
-    made = copy.copy(module)
+    made: nn.Module = object.__new__(type(module))  # Modules with a parametrization refuse to be copied.
     held = vars(made)
+    held.update(vars(module))
     for kind in ("_parameters", "_buffers"):
         held.update({name: tensors.get(id(tensor)) for name, tensor in held[kind].items()})
         held[kind] = {}
