@@ -83,8 +83,17 @@ def experts(
     how: dict[str, Any] = dict(
         body=between.text, behind=last.text if last else "", layout=layout, transposed=transposed
     )
-    given = input, ids, weights, up, down, up_bias, down_bias, more
-    return experts_by_text(*given, **how, imbalance=_IMBALANCE.get())
+    rows, up, down = map(_as_in_products, (input, up, down))
+    up_bias, down_bias = (bias if bias is None else _as_in_products(bias) for bias in (up_bias, down_bias))
+    given = rows, ids, weights, up, down, up_bias, down_bias, more
+    return experts_by_text(*given, **how, imbalance=_IMBALANCE.get()).to(input.dtype)
+
+
+def _as_in_products(tensor: Tensor) -> Tensor:
+    """The tensor as torch.autocast gives it to products."""
+    device = tensor.device.type
+    is_cast = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(device)) if is_cast else tensor
 
 
 def _read(name: str, function: OfRows, *how: Any, **more: Any) -> Body:
