@@ -336,16 +336,22 @@ def _routed(mesh: DeviceMesh, *cuts: str, body: Callable[..., dict] = step, **ho
     """A suite in which experts are cut as said, axis by axis; one device runs a loop over experts."""
 
     def prepare(change: Callable[[Plan], Plan] = lambda plan: plan) -> Check:
-        model, one = made(lambda: models.Routed(**how)), made(lambda: models.Looped(**how))
-        batch = drawn(24, 4)
-        by_rows = ", ".join(f"S(0)@{axis}" for axis, cut in zip(mesh.axes, cuts, strict=True) if cut in (T, M)) or "R"
-        own = ", ".join(f"S(0)@{axis}" for axis, cut in zip(mesh.axes, cuts, strict=True) if cut in (E, M))
-        pins = {"x": by_rows, "y": by_rows, "*.bias": "R", "*.weight": "R"}
-        pins |= dict.fromkeys(("up", "down", "*_bias"), own) if own else {}
-        plan = planned(model, batch, mesh, pins, "experts", lambda c: tuple(map(cut_of, c.strategies)) == cuts)
-        return under(change(plan), model, batch, body, one)
+        model, one, batch = made(lambda: models.Routed(**how)), made(lambda: models.Looped(**how)), drawn(24, 4)
+        return under(change(routed_plan(model, batch, mesh, cuts)), model, batch, body, one)
 
     return prepare
+
+
+def routed_plan(model: nn.Module, batch: Batch, mesh: DeviceMesh, cuts: tuple[str, ...]) -> Plan:
+    """The best plan in which experts are cut as said, axis by axis; devices store the experts that they have."""
+    by_rows, own = (
+        ", ".join(f"S(0)@{axis}" for axis, cut in zip(mesh.axes, cuts, strict=True) if cut in those)
+        for those in ((T, M), (E, M))
+    )
+    pins = {"x": by_rows or "R", "y": by_rows or "R", "*.bias": "R", "*.weight": "R"}
+    if own and I not in cuts:
+        pins |= dict.fromkeys(("up", "down", "*_bias"), own)
+    return planned(model, batch, mesh, pins, "experts", lambda c: tuple(map(cut_of, c.strategies)) == cuts)
 
 
 def travelling() -> Check:
