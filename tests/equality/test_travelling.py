@@ -138,3 +138,15 @@ def check(threads, model, batch, mesh, cuts):
 def test_every_cut_of_experts_under_every_routing(mesh, cuts, routing, threads):
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
     check(threads, Routed(), {"x": x.detach(), "scores": scores(routing)}, DeviceMesh(mesh), cuts)
+
+
+def test_devices_that_meet_inside_take_part_in_rounds_of_others(threads, monkeypatch):
+    """Rows of two devices all want the first half of experts, in two rounds; those that they meet inside need one."""
+    monkeypatch.setattr(f"{__name__}.SLOTS", 1)
+    wanted = scores("random")
+    for device, rows in enumerate(wanted.split(ROWS // 4)):
+        those = ROWS // 4 if device % 2 == 0 else ROWS // 8
+        rows[:those, : EXPERTS // 2] += 2
+        rows[those:, EXPERTS // 2 :] += 2
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    check(threads, Routed(), {"x": x, "scores": wanted}, DeviceMesh((2, 2)), (M, M))
