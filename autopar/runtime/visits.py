@@ -132,5 +132,8 @@ class Round:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The bytes of each row, of a copy: rows of one slot count as contiguous whatever their last stride is."""
+    """The bytes of each row.
+
+    Of a copy, as rows of one slot count as contiguous whatever their last stride is.
+    """
     return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
