@@ -47,12 +47,18 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     left_out = frozenset(hop.axis for hop in setup.hops if not hop.travels) - lost
     if not travels <= frozenset(axes_of([rows])):
         raise Refused(f"rows travel along {sorted(travels)}, and lie as {x}", "these axes cut them")
-    if both := left_out & frozenset(axes_of([rows])):
-        raise Refused(f"{sorted(both)} cuts rows and experts", "rows travel there")
     hidden = _hidden(up, down, up_bias, setup)
+    if both := (left_out | hidden | down.sums) & frozenset(axes_of([rows])):
+        raise Refused(
+            f"{sorted(both)} cuts rows and what they are multiplied with", "no device has all of a row's result"
+        )
     if setup.behind and (parts := hidden | down.sums):
         raise Refused(f"a part of a sum over {sorted(parts)} goes through a function", "the sum of all parts")
     _needs_summed((x, ids, up, up_bias, *_wholes(read, lost)))
+    if down_bias and axes_of(down_bias.dims[1:]):
+        raise Refused(
+            f"the last bias lies as {down_bias}", "rows of experts are whole, and so is what is added to them"
+        )
     if down_bias and down_bias.sums != down.sums | hidden:
         raise Refused(
             f"the last bias lies as {down_bias}, and the last matrices as {down}",

@@ -16,6 +16,7 @@ from autopar.codegen.local_passes import is_kernel
 from autopar.graph import walks
 from autopar.graph.graph import Graph, info, op_name
 from autopar.solver.plan import Plan
+from autopar.space.passages import routes_of
 from autopar.space.saved import kept_by, memories
 
 
@@ -45,9 +46,10 @@ def recomputed_of(graph: Graph, plan: Plan, program: LocalProgram, device: str) 
     """The nodes that make the values which the plan recomputes, with the places that want them.
 
     Ops that view the memory of a recomputed operand are included: where a kernel lays out that operand otherwise, the
-    view is a copy.
+    view is a copy. Routes are left out, whatever the plan names: made again, they might say that rows go elsewhere.
     """
-    recomputed = plan.recomputed
+    routes = routes_of(n for n in graph.nodes if info(n).kind == "op")
+    recomputed = plan.recomputed.difference(info(op).key for op in routes)
     if not recomputed:
         return NOTHING
     kind = "cpu" if device == "cpu" else "cuda"

@@ -117,7 +117,7 @@ class Round:
     def routes(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Send where each visit goes there, and with what weights, in one message."""
         given = torch.where(self.is_there, weights[self.sent], 0)
-        packed = torch.cat([self.ids.contiguous().view(torch.uint8), given.contiguous().view(torch.uint8)], 1)
+        packed = torch.cat([_bytes(self.ids), _bytes(given)], 1)
         comes = self.wire.rows(packed, self.sends, self.comes)
         ids, arrived = comes.split([self.ids.shape[1] * 8, given.shape[1] * given.element_size()], 1)
         slots = self.ids.shape[1]
@@ -129,3 +129,11 @@ class Round:
         returned = self.wire.rows(y, self.comes, self.sends).split(self.sends)
         for rows, made in zip(self.rows, returned, strict=True):
             to.index_add_(0, rows, made.to(to.dtype))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The bytes of each row.
+
+    Of a copy, as rows of one slot count as contiguous whatever their last stride is.
+    """
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)

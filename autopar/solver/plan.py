@@ -346,8 +346,9 @@ class Plan:
     def recomputing(self, values: Iterable[str], passing: Mapping[str, str] | None = None) -> Plan:
         """The plan whose backward recomputes these values of ops and conversions, and no others.
 
-        Its seconds and bytes stay those that were predicted for this plan. Its kernels are all that can stand: some of
-        this plan's may not, as a kernel's results are all saved or all recomputed.
+        What says where rows of experts go is saved, whatever is named: made again it might say otherwise. Seconds and
+        bytes stay those that were predicted for this plan. Kernels are all that can stand: some of this plan's may not,
+        as a kernel's results are all saved or all recomputed.
         """
         states = states_of(frozenset(values), passing or {}, self.regathered)
         return replace(self, states=states, fused=None if self.kernels else self.fused)

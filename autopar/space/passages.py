@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class _Builder:
         self.op_bytes = op_bytes
         self.entering = entering
         self.cores = _cores(lifetimes.clock.ops)
-        self.routes = _routes(lifetimes.clock.ops)
+        self.routes = routes_of(lifetimes.clock.ops)
         self._known: dict[Flows, int] = {}
         self.once = Once()
 
@@ -120,7 +120,7 @@ class _Builder:
         return bytes_.made
 
 
-def _routes(ops: Sequence[fx.Node]) -> set[fx.Node]:
+def routes_of(ops: Iterable[fx.Node]) -> set[fx.Node]:
     """The ops that make the ids of experts, back to those that choose them by other numbers."""
     found = set[fx.Node]()
     waiting: list[Any] = [op.kwargs["ids"] for op in ops if op_name(op) == "experts"]

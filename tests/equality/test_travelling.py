@@ -255,3 +255,15 @@ def test_it_trains_with_clipping_and_goes_on_elsewhere(tmp_path):
             assert said == pytest.approx(losses, rel=1e-9)
             for name, value in reference.named_parameters():
                 torch.testing.assert_close(parameters[name], value.detach(), rtol=0, atol=1e-9, msg=name)
+
+
+def test_devices_that_meet_inside_take_part_in_rounds_of_others(threads, monkeypatch):
+    """Rows of two devices all want the first half of experts, in two rounds; those that they meet inside need one."""
+    monkeypatch.setattr(f"{__name__}.SLOTS", 1)
+    wanted = scores("random")
+    for device, rows in enumerate(wanted.split(ROWS // 4)):
+        those = ROWS // 4 if device % 2 == 0 else ROWS // 8
+        rows[:those, : EXPERTS // 2] += 2
+        rows[those:, EXPERTS // 2 :] += 2
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    check(threads, Routed(), {"x": x, "scores": wanted}, DeviceMesh((2, 2)), (M, M))

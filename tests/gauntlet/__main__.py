@@ -43,7 +43,7 @@ is an error of autopar. A fix may have come long ago.
 These kinds of error were published too, and nothing here can have them yet:
 
 - pipelines: micro-batches that stages scale, stages that share a weight, names of layers that stages number;
-- experts on different ranks: their groups, their norms, their buffers. Experts here are cut inside, or whole;
+- experts whose buffers are on the ranks that have them, such as a count of rows that each rank keeps for itself;
 - eight-bit floats: scales that ranks do not share, weights that were quantised a step ago;
 - what is the user's loop: schedules that read each rank's clock, a loop that never clips;
 - several streams of a GPU: collectives that are under way are tested on gloo processes.

@@ -8,14 +8,28 @@ What cannot be planted, because nothing here could be broken that way, names a t
 
 from __future__ import annotations
 
-import enum
 import re
-from dataclasses import dataclass
 
 from autopar.sharding.notation import parse
 from tests.gauntlet import plants
+from tests.gauntlet.bug import (
+    AGAIN,
+    COUNT,
+    DOUBLED,
+    DTYPE,
+    GROUP,
+    MISSING,
+    OPTIMIZER,
+    ORDER,
+    RACE,
+    RANDOM,
+    SAVED,
+    STALE,
+    UNEVEN,
+    Bug,
+    Place,
+)
 from tests.gauntlet.plants import (
-    Plant,
     gradient_not_summed,
     gradient_summed_twice,
     gradient_taken_as_it_is,
@@ -23,44 +37,8 @@ from tests.gauntlet.plants import (
     rule,
     value_not_summed,
 )
+from tests.gauntlet.routed_bugs import ROUTED
 from tests.mutants import GPT2_MUTANTS, MUTANTS
-
-
-class Place(enum.Enum):
-    """Where an error is planted."""
-
-    HERE = "the plan is sound, and what is made of it is broken"
-    PLANNING = "rules or states are wrong, and plans come of them"
-    RANKS = "in the processes of the ranks"
-
-
-@dataclass(frozen=True)
-class Bug:
-    """One published error."""
-
-    name: str
-    sources: tuple[str, ...]  # "owner/project#number, item n", "owner/project" or "arXiv:number"
-    what: str
-    kind: str
-    plant: Plant | None = None
-    suite: str = ""  # a function of suites.py, or "rule of <op>"
-    place: Place = Place.HERE
-    is_nightly: bool = False
-    shown_by: str = ""  # of what cannot be planted: file::test
-    why: str = ""
-
-    @property
-    def links(self) -> list[tuple[str, str]]:
-        """A label and an address of each source."""
-        return [_link(source) for source in self.sources]
-
-
-def _link(source: str) -> tuple[str, str]:
-    if source.startswith("arXiv:"):
-        return source.replace(":", " "), f"https://arxiv.org/abs/{source.removeprefix('arXiv:')}"
-    repository, _, number = source.partition("#")
-    project, address = repository.split("/")[1], f"https://github.com/{repository}"
-    return (f"{project} #{number}", f"{address}/issues/{number.partition(',')[0]}") if number else (project, address)
 
 
 def _inner_for_outer(rule_):
@@ -68,20 +46,6 @@ def _inner_for_outer(rule_):
     text = re.sub(r"\((\S+):(\d+) (\S+):(\d+)(\+?)\)", r"(\3:\4 \1:\2\5)", rule_.text)
     return parse(text, rule_.linear)
 
-
-MISSING = "missing sum"
-DOUBLED = "doubled sum or wrong scale"
-COUNT = "count of a mean, auxiliary loss"
-ORDER = "wrong part, place or order"
-STALE = "stale or differing copy"
-OPTIMIZER = "optimizer"
-UNEVEN = "uneven parts, padding"
-RACE = "schedule, overlap"
-SAVED = "checkpoint"
-GROUP = "wrong group"
-AGAIN = "recompute"
-DTYPE = "dtype of a sum"
-RANDOM = "random numbers"
 
 BUGS = [
     Bug(
@@ -709,6 +673,7 @@ BUGS = [
         "resumed",
         is_nightly=True,
     ),
+    *ROUTED,
     Bug(
         "a number read out of a part",
         ("pytorch/pytorch#167213",),

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autopar
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -115,6 +117,53 @@ class Experts(nn.Module):
         out = torch.einsum("etf,efd,te->td", hidden, self.down, gates)
         used = (gates > 0).to(x.dtype).mean(0)
         return F.mse_loss(out, y) + 0.1 * shares.shape[-1] * (used.detach() * shares.mean(0)).sum()
+
+
+class Routed(nn.Module):
+    """A router, and experts that have the rows which chose them; a loss that wants them to be used alike.
+
+    A row goes to some experts, less those with a small share: their ids are past the last expert.
+    """
+
+    def __init__(
+        self, width: int = 4, experts: int = 8, hidden: int = 4, slots: int = 2, is_skewed: bool = False
+    ) -> None:
+        super().__init__()
+        self.slots = slots
+        self.before, self.router = nn.Linear(width, width), nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, 2 * hidden, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, hidden) / hidden**0.5)
+        self.up_bias = nn.Parameter(torch.randn(experts, 2 * hidden))
+        self.down_bias = nn.Parameter(torch.randn(experts, width))
+        self.router.weight.data *= 8.0  # rows choose differently
+        if is_skewed:  # almost all rows want the first two, and none the last
+            self.router.bias.data[:2] += 4.0
+            self.router.bias.data[-1] -= 9.0
+
+    def forward(self, x, y):
+        x = torch.tanh(self.before(x))
+        shares = self.router(x).softmax(-1)
+        weights, ids = shares.topk(self.slots, -1)
+        ids = ids.masked_fill(weights < 0.12, shares.shape[-1])
+        used = (shares >= weights[:, -1:]).to(x.dtype).mean(0)
+        balance = 0.1 * shares.shape[-1] * (used.detach() * shares.mean(0)).sum()
+        return F.mse_loss(self.mixed(x, ids, weights), y) + balance
+
+    def mixed(self, x, ids, weights):
+        return autopar.experts(x, ids, weights, self.up, self.down, self.up_bias, self.down_bias)
+
+
+class Looped(Routed):
+    """The same as a loop over experts."""
+
+    def mixed(self, x, ids, weights):
+        out = torch.zeros_like(x)
+        for e in range(len(self.up)):
+            row, slot = torch.where(ids == e)
+            gate, other = (x[row] @ self.up[e].T + self.up_bias[e]).chunk(2, -1)
+            made = (F.silu(gate) * other) @ self.down[e].T + self.down_bias[e]
+            out = out.index_add(0, row, made * weights[row, slot, None])
+        return out
 
 
 class Pictures(nn.Module):

@@ -32,6 +32,7 @@ from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.testing import Equality, Unequal, on_processes, on_threads
 from autopar.tracer import ColoTracer
+from tests.equality.test_travelling import E, I, M, T, cut_of
 from tests.gauntlet import models
 from tests.gauntlet.models import Batch, drawn, tokens
 from tests.models import LLAMA_SEQUENCE, Llama, eager_links, lora_case, mlp_case, mlp_pins, on_meta
@@ -78,14 +79,21 @@ def trained(
 ) -> Check:
     """The check that several devices leave what one device leaves of a run."""
     plan = change(autopar.plan(model, batch, mesh=mesh, cluster=eager_links(), constraints=pins, **how))
-    expected = body(copy.deepcopy(model), batch)
+    return under(plan, model, batch, body)
+
+
+def under(
+    plan: Plan, model: nn.Module, batch: Batch, body: Callable[..., dict] = step, on_one: nn.Module | None = None
+) -> Check:
+    """The same under a plan; `on_one` is the model on one device, where that is another."""
+    expected = body(copy.deepcopy(on_one or model), batch)
 
     def on_rank(rank: int) -> dict:
         return body(autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan), batch)
 
     def check() -> None:
         joint.LOWERED.clear()
-        for found in on_threads(mesh.size, on_rank):
+        for found in on_threads(plan.mesh.size, on_rank):
             alike(found, expected)
 
     return check
@@ -158,17 +166,25 @@ def exchanged_heads() -> Check:
 def _attention(model: nn.Module, batch: Batch, dim: int) -> Check:
     """A cut sequence, with attention that is cut by heads (1) or by queries (2)."""
     pins = {"x": "S(1)", "y": "S(1)", "*proj": "S(1)", "*.weight": "R", "block": "S(1)"}
+
+    def is_there(choice) -> bool:
+        return choice.operand(0)[0].value == S(dim)
+
+    return under(planned(model, batch, TWO, pins, "scaled_dot_product_attention", is_there), model, batch)
+
+
+def planned(
+    model: nn.Module, batch: Batch, mesh: DeviceMesh, pins: dict[str, str], op: str, is_there: Callable
+) -> Plan:
+    """The best plan of those in which all ops of one kind run as they have to."""
     generic = eager_links()
     cluster = replace(generic, device=replace(generic.device, kernels="cpu"))
-    space = shardings(ColoTracer().trace(model, batch), Setting(TWO, cluster), pins)
+    space = shardings(ColoTracer().trace(model, batch), Setting(mesh, cluster), pins)
     sites = []
     for site in space.sites:
-        elsewhere = [
-            site.op == "scaled_dot_product_attention" and c.operand(0)[0].value != S(dim) for c in site.choices
-        ]
+        elsewhere = [site.op == op and not is_there(choice) for choice in site.choices]
         sites.append(replace(site, seconds=np.where(elsewhere, np.inf, site.seconds)))
-    plan = solve(replace(space, sites=tuple(sites)))
-    return trained(model, batch, TWO, pins, change=lambda _: plan)
+    return solve(replace(space, sites=tuple(sites)))
 
 
 # -- words
@@ -313,6 +329,66 @@ def adapters() -> Check:
     return trained(model, batch, TWO, {"x": "S(0)", "y": "S(0)", "*.a": "R", "*.b": "R"})
 
 
+# -- experts as one op, of which devices have some each
+
+
+def _routed(mesh: DeviceMesh, *cuts: str, body: Callable[..., dict] = step, **how) -> Callable[..., Check]:
+    """A suite in which experts are cut as said, axis by axis; one device runs a loop over experts."""
+
+    def prepare(change: Callable[[Plan], Plan] = lambda plan: plan) -> Check:
+        model, one, batch = made(lambda: models.Routed(**how)), made(lambda: models.Looped(**how)), drawn(24, 4)
+        return under(change(routed_plan(model, batch, mesh, cuts)), model, batch, body, one)
+
+    return prepare
+
+
+def routed_plan(model: nn.Module, batch: Batch, mesh: DeviceMesh, cuts: tuple[str, ...]) -> Plan:
+    """The best plan in which experts are cut as said, axis by axis; devices store the experts that they have."""
+    by_rows, own = (
+        ", ".join(f"S(0)@{axis}" for axis, cut in zip(mesh.axes, cuts, strict=True) if cut in those)
+        for those in ((T, M), (E, M))
+    )
+    pins = {"x": by_rows or "R", "y": by_rows or "R", "*.bias": "R", "*.weight": "R"}
+    if own and I not in cuts:
+        pins |= dict.fromkeys(("up", "down", "*_bias"), own)
+    return planned(model, batch, mesh, pins, "experts", lambda c: tuple(map(cut_of, c.strategies)) == cuts)
+
+
+def travelling() -> Check:
+    """Rows go to the devices of their experts."""
+    return _routed(TWO, M)()
+
+
+def travelling_clipped() -> Check:
+    """Gradients are clipped by their norm, to which the experts of all devices add once."""
+    return _routed(TWO, M, body=_clips)()
+
+
+def travelling_by_rows() -> Check:
+    """The same on one axis, where rows are cut on two."""
+    return _routed(FOUR, T, M)()
+
+
+def travelling_in_rounds() -> Check:
+    """Most rows want the first device: they travel in several rounds, and are computed in chunks."""
+    return _routed(TWO, M, slots=1, is_skewed=True)()
+
+
+def travelling_again() -> Check:
+    """Rows travel, and all that may be is recomputed in backward."""
+    return _everything_again(_routed(TWO, M))
+
+
+def cut_inside() -> Check:
+    """The hidden rows of all experts are cut, gates and what they multiply alike."""
+    return _routed(TWO, I)()
+
+
+def left_out() -> Check:
+    """Each device leaves the experts of others out, and results are summed."""
+    return _routed(TWO, E)()
+
+
 # -- several calls and optimizer steps
 
 
@@ -376,11 +452,6 @@ def _waiting(mesh: DeviceMesh) -> Check:
 def clipped() -> Check:
     """Gradients are clipped by their norm, to which whole and cut ones add once; one has a number for each head."""
 
-    def clips(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        model(**batch).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        return {"norm": whole(norm.detach())}
-
     pins = {
         "x": "R",
         "y": "R",
@@ -390,7 +461,13 @@ def clipped() -> Check:
         "down.weight": "S(1)",
         "norm.*": "R",
     }
-    return trained(made(models.Sinks), drawn(4, 8), TWO, pins, clips)
+    return trained(made(models.Sinks), drawn(4, 8), TWO, pins, _clips)
+
+
+def _clips(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    model(**batch).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return {"norm": whole(norm.detach())}
 
 
 def other_starts() -> Check:

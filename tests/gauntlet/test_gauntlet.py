@@ -9,13 +9,14 @@ import pytest
 
 from autopar.certificate import VARIABLE
 from autopar.codegen import joint
-from autopar.letters import Letter
+from autopar.letters import Letter, NotCertified
 from autopar.testing import Unequal
 from tests.docs.blocks import HERE
 from tests.gauntlet import refused as refusals
-from tests.gauntlet import suites
+from tests.gauntlet import routed_plants, suites
 from tests.gauntlet.__main__ import PAGE, page
 from tests.gauntlet.bugs import BUGS, Bug, Place, named_test
+from tests.gauntlet.routed_bugs import ROUTED
 
 PLANTED = [bug for bug in BUGS if bug.plant is not None]
 SHOWN = [bug for bug in BUGS if bug.plant is None]
@@ -70,6 +71,25 @@ def asked() -> list:
 @pytest.mark.filterwarnings("ignore")
 def test_certificate_and_witness_refuse_what_the_page_says(bug: Bug):
     assert refusals.judges_of(bug) == refusals.seen().get(bug.name, frozenset())
+
+
+REFUSED = [bug for bug in ROUTED if "certificate" in refusals.seen().get(bug.name, ())]
+
+
+@pytest.mark.parametrize("bug", REFUSED, ids=lambda bug: bug.name)
+def test_an_error_of_experts_that_types_see_is_a_letter_before_the_first_step(bug: Bug, monkeypatch):
+    check = suites.prepared(bug.suite)
+    bug.plant(monkeypatch)
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(NotCertified):
+        check()
+
+
+def test_routes_are_not_made_again_whatever_a_plan_names(monkeypatch):
+    """So that a choice which would come out otherwise changes nothing."""
+    check = suites.prepared("travelling_again")
+    routed_plants.made_again_otherwise(monkeypatch)
+    check()
 
 
 @pytest.mark.parametrize("bug", SHOWN, ids=lambda bug: bug.name)
