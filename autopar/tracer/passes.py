@@ -16,6 +16,7 @@ from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.verify import verify
 from autopar.passes import run_passes
 from autopar.tracer.composites import composites_are_opened
+from autopar.tracer.fold_experts import loops_over_experts_are_folded
 from autopar.tracer.indexing import assignments_are_spelled_out, indexing_is_spelled_out
 from autopar.tracer.losses import cross_entropy_counts_its_targets, losses_are_means, means_are_sums
 from autopar.tracer.rewriting import emit, forward_past, rewriting
@@ -215,6 +216,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     losses_are_means,
     cross_entropy_counts_its_targets,
     means_are_sums,
+    loops_over_experts_are_folded,
     drop_dead,
     random_ops_are_numbered,
     one_name_per_fan_out,

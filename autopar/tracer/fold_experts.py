@@ -1,0 +1,242 @@
+"""Loops over experts become one op, which computes the rows that each expert gets.
+
+    before    y0 = linear(relu(linear(where(any(eq(ids, 0), 1), x, 0), up0)), down0)
+              a0 = zeros_like(x) + sum(where(eq(ids, 0), weights * y0, 0), 1)
+              y1 = ...;  a1 = a0 + sum(where(eq(ids, 1), weights * y1, 0), 1)
+    after     a1 = experts(x, ids, weights, stack([up0, up1]), stack([down0, down1]), body="relu")
+
+A loop is folded only if every round of it is read (`expert_rounds.py`), all rounds are equal but for the number of the
+expert and its matrices, and nothing else reads what is between. Everything else stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, info, op_name, type_of
+from autopar.graph.nodes import is_value
+from autopar.ops.experts import imbalance_here
+from autopar.ops.entry import OPS
+from autopar.tracer.alike import Numbers
+from autopar.tracer.choices import Choice, Masks
+from autopar.tracer.expert_matrices import matrices_of
+from autopar.tracer.expert_rounds import Parts, Reading, Value, parts_of
+from autopar.tracer.folded_values import Rows, body_of
+from autopar.tracer.named_dims import LAYOUTS, Atom, Unread, flat
+from autopar.tracer.rewriting import emit, forward_past
+
+_ZEROS = ("zeros", "zeros_like")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round of a loop does; rounds are equal if they differ by expert and matrices alone."""
+
+    choice: Choice
+    parts: Parts
+    rows: tuple[Atom, ...]  # dims of rows, as they lie in the result
+    adds: bool  # to what was there before, or in its place
+    end: fx.Node = field(compare=False)
+    before: fx.Node | None = field(compare=False)
+
+    @property
+    def expert(self) -> int:
+        assert self.choice.expert is not None
+        return self.choice.expert
+
+    @property
+    def slots(self) -> tuple[Atom, ...]:
+        return tuple(atom for atom in flat(self.choice.at) if atom not in self.rows)
+
+    @property
+    def input(self) -> Value:
+        """The rows, before they are chosen."""
+        return next(one for one in self.parts.down.walk() if one.op == "leaf")
+
+
+def loops_over_experts_are_folded(graph: Graph) -> None:
+    """Replace loops over experts by the op that computes chosen rows alone; see above."""
+    names = {op_name(node) for node in graph.nodes}
+    if "where" not in names or not names & {"eq", "one_hot"}:
+        return
+    numbers = Numbers(graph)
+    done: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        if op_name(node) in ("add", "where", "sum") and node not in done:
+            rounds = _loop(node, numbers)
+            if len(rounds) > 1 and (gone := _gone(graph, rounds)):
+                try:
+                    folded = _folded(rounds, numbers)
+                except Unread:
+                    continue
+                if forward_past(node, folded):
+                    done |= gone
+                    graph.fx.__dict__.setdefault("_autopar_folded", set()).update(info(one).source for one in gone)
+
+
+def _loop(end: fx.Node, numbers: Numbers) -> list[Round]:
+    """The rounds that end here, in the order of their experts; none where there is no such loop."""
+    rounds: list[Round] = []
+    node: fx.Node | None = end
+    while node is not None:
+        try:
+            found = _round(node, numbers)
+        except Unread:
+            break
+        if rounds and (found != rounds[0] or any(found.expert == one.expert for one in rounds)):
+            break
+        rounds.append(found)
+        node = found.before
+    rounds.reverse()
+    by_expert = sorted(rounds, key=lambda one: one.expert)
+    experts = [one.expert for one in by_expert]
+    slots = 1
+    for atom in by_expert[0].slots if by_expert else ():
+        slots *= atom.size
+    if not experts or experts != list(range(experts[0], experts[0] + len(experts))) or slots >= len(experts):
+        return []  # Where every row may go to all experts, there is nothing to leave out.
+    return rounds
+
+
+def _round(node: fx.Node, numbers: Numbers) -> Round:
+    """The round that ends with a node."""
+    for before, added, condition in _ends(node):
+        try:
+            masks = Masks.of(condition, numbers)
+            return _read(node, before, added, masks, numbers)
+        except Unread:
+            continue
+    raise Unread("no round")
+
+
+def _ends(node: fx.Node) -> Iterator[tuple[fx.Node | None, fx.Node, fx.Node]]:
+    """What a round may begin with, what it adds or puts there, and the condition under which it does."""
+    how: Any = node.kwargs
+    if op_name(node) == "add" and "alpha" not in how:
+        for before, added in ((how["input"], how["other"]), (how["other"], how["input"])):
+            if is_value(before) and is_value(added) and (chosen := _chosen(added)):
+                yield before, added, chosen.kwargs["condition"]  # type: ignore[misc]
+    elif op_name(node) == "where" and is_value(how["other"]):
+        if is_value(how["input"]):
+            yield how["other"], node, how["condition"]
+    elif op_name(node) in ("where", "sum") and (chosen := _chosen(node)):
+        yield None, node, chosen.kwargs["condition"]  # type: ignore[misc]
+
+
+def _chosen(node: Any) -> fx.Node | None:
+    """The `where` that gives zero to what is not chosen, behind layouts, casts and a sum."""
+    while op_name(node) in LAYOUTS or op_name(node) in ("to", "sum"):
+        node = node.kwargs["input"]
+    is_chosen = op_name(node) == "where" and not is_value(node.kwargs["other"]) and node.kwargs["other"] == 0
+    return node if is_chosen else None
+
+
+def _read(node: fx.Node, before: fx.Node | None, added: fx.Node, masks: Masks, numbers: Numbers) -> Round:
+    reading = Reading(masks, numbers, before)
+    value = reading.value(added)
+    result = type_of(node)
+    if any(type_of(one).shape != result.shape or type_of(one).dtype != result.dtype for one in (before, added) if one):
+        raise Unread("a result of another form")
+    value = _without_casts(value)
+    is_placed = added is node and before is not None
+    value, met = _onto(value)
+    if met is not None and not is_placed:
+        raise Unread("added twice")
+    adds = met is not None or not is_placed
+    *outer, last = value.dims
+    rows = flat(tuple(outer))
+    choice = masks.choice
+    slots = frozenset(flat(choice.at)) - set(rows)
+    parts = parts_of(value, frozenset(rows), slots)
+    found = Round(choice, parts, rows, adds, node, before)
+    if len(last) != 1 or last[0].name != "o" or set(rows) - set(flat(choice.at)) or met not in (None, (*rows, *last)):
+        raise Unread("rows and columns lie otherwise")
+    if value.op != "slots" or is_placed:
+        _check_places(node if is_placed else _chosen(added), masks, rows)
+    is_once = not parts.per_slot or (value.op == "slots" and is_placed)
+    if slots and (not adds or (is_once and not _is_distinct(found))):
+        raise Unread("a row may be put in its place twice")
+    if set(flat(found.input.said[1])) - set(rows) != set(found.input.said[1][-1]):
+        raise Unread("rows of something else")
+    if result.dtype != type_of(found.input.leaf).dtype:
+        raise Unread("a result of another dtype")
+    return found
+
+
+def _without_casts(value: Value) -> Value:
+    """What is cast to the dtype of the result."""
+    while value.op == "to":
+        value = value.given[0]
+    return value
+
+
+def _onto(value: Value) -> tuple[Value, tuple[Atom, ...] | None]:
+    """What is added to rows that are read and put back, and the dims that these rows have; or the value alone."""
+    if value.op == "slots" and value.given[0].op == "onto":
+        inner = value.given[0]
+        return replace(value, given=inner.given), inner.said
+    if value.op == "onto":
+        return value.given[0], value.said
+    return value, None
+
+
+def _check_places(node: Any, masks: Masks, rows: Sequence[Atom]) -> None:
+    """Raise where a mask chooses something else than rows."""
+    if set(flat(masks.dims(node.kwargs["condition"]))) != set(rows):
+        raise Unread("a mask of something else than rows")
+
+
+def _is_distinct(one: Round) -> bool:
+    """Whether the ids of a row are different: they are the places of its largest scores."""
+    node: Any = one.choice.ids
+    while op_name(node) in ("view", "identity", "to", "contiguous", "clone"):
+        node = node.kwargs["input"]
+    if node.target is not operator.getitem or node.args[1] != 1 or op_name(node.args[0]) != "topk":
+        return False
+    shape = type_of(node).shape
+    is_last = node.args[0].kwargs.get("dim", -1) % len(shape) == len(shape) - 1
+    return is_last and one.slots == flat(one.choice.at)[-1:] and one.slots[0].size == shape[-1]
+
+
+def _gone(graph: Graph, rounds: Sequence[Round]) -> set[fx.Node]:
+    """The nodes that nothing reads once the loop is replaced; empty where products of its experts stay."""
+    ends = {rounds[-1].end}
+    gone: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        is_dead = node.op == "call_function" and bool(node.users) and all(user in gone for user in node.users)
+        if node in ends or (is_dead and info(node).random < 0):
+            gone.add(node)
+    products = {value.leaf for one in rounds for value in one.parts.down.walk() if value.op == "linear"}
+    return gone if products <= gone else set()
+
+
+def _folded(rounds: Sequence[Round], numbers: Numbers) -> fx.Node:
+    """The value of a loop, by one op for all rounds."""
+    end = rounds[-1].end
+    one = min(rounds, key=lambda each: each.expert)
+    by_expert = sorted(rounds, key=lambda each: each.expert)
+    result = type_of(end)
+    with end.graph.inserting_before(end):
+        rows = Rows(end, one.rows, one.slots)
+        body, layout = body_of(one.parts.down.given[0])
+        ids = rows.ids(one.choice, one.expert)
+        given = dict(
+            input=rows.columns(one.input),
+            ids=ids,
+            weights=rows.weights(one.parts.weights, result.torch_dtype),
+            **matrices_of(end, [each.parts.down for each in by_expert], numbers),
+        )
+        how = dict(body=body, layout=layout, imbalance=imbalance_here())
+        made = emit(end, "experts", type_of(given["input"]), **OPS["experts"].bind((), {**given, **how}))
+        made = rows.as_before(made, result.shape)
+        before = rounds[0].before
+        if before is None or op_name(before) in _ZEROS:
+            return made
+        if one.adds:
+            return emit(end, "add", result, input=before, other=made)
+        return emit(end, "where", result, condition=rows.chosen(ids, len(rounds), result.shape), input=made, other=before)
