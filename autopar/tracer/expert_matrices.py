@@ -60,10 +60,11 @@ def matrices_of(near: fx.Node, downs: Sequence[Value], numbers: Numbers) -> dict
     """The operands `up`, `down` and their biases, and whether they are transposed, of the products of all experts."""
     each = [_by_place(down) for down in downs]
     places = sorted(each[0])
+    firsts = {one.said[0] for one in downs[0].walk() if one.op == "linear" and one.given[0].op == "leaf"}
+    if firsts != set(places[:-1]) or downs[0].said[0] != places[-1]:
+        raise Unread("the last matrix is one of the first")
     ups = [_Stacked.of(near, [one[place] for one in each], numbers) for place in places[:-1]]
     down = _Stacked.of(near, [one[places[-1]] for one in each], numbers)
-    if downs[0].said[0] != places[-1]:
-        raise Unread("the last matrix is one of the first")
     dtype = type_of(downs[0].leaf).dtype
     operands = [node for one in (*ups, down) for node in (one.weight, one.bias) if node is not None]
     if any(type_of(node).dtype != dtype for node in operands):

@@ -11,6 +11,8 @@ expert and its matrices, and nothing else reads what is between. Everything else
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,7 @@ from autopar.ops.experts import imbalance_here
 from autopar.ops.entry import OPS
 from autopar.tracer.alike import Numbers
 from autopar.tracer.choices import Choice, Masks
+from autopar.tracer.chosen import OF_CHOSEN_ROWS
 from autopar.tracer.expert_matrices import matrices_of
 from autopar.tracer.expert_rounds import Parts, Reading, Value, parts_of
 from autopar.tracer.folded_values import Rows, body_of
@@ -31,6 +34,7 @@ from autopar.tracer.named_dims import LAYOUTS, Atom, Unread, flat
 from autopar.tracer.rewriting import emit, forward_past
 
 _ZEROS = ("zeros", "zeros_like")
+_BEFORE = "_autopar_before_folds"  # The graph's own dict holds the nodes that it had.
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,54 +68,75 @@ def loops_over_experts_are_folded(graph: Graph) -> None:
     names = {op_name(node) for node in graph.nodes}
     if "where" not in names or not names & {"eq", "one_hot"}:
         return
-    numbers = Numbers(graph)
-    done: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        if op_name(node) in ("add", "where", "sum") and node not in done:
-            rounds = _loop(node, numbers)
-            if len(rounds) > 1 and (gone := _gone(graph, rounds)):
-                try:
-                    folded = _folded(rounds, numbers)
-                except Unread:
-                    continue
-                if forward_past(node, folded):
-                    done |= gone
-                    graph.fx.__dict__.setdefault("_autopar_folded", set()).update(info(one).source for one in gone)
+    rounds = _Rounds(Numbers(graph))
+    nodes = list(graph.nodes)
+    gone: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if op_name(node) in ("add", "where", "sum") and node not in gone:
+            gone |= _replaced(rounds.loop(node), rounds.numbers)
+    if gone:
+        graph.fx.__dict__[_BEFORE] = frozenset(nodes)
 
 
-def _loop(end: fx.Node, numbers: Numbers) -> list[Round]:
-    """The rounds that end here, in the order of their experts; none where there is no such loop."""
-    rounds: list[Round] = []
-    node: fx.Node | None = end
-    while node is not None:
-        try:
-            found = _round(node, numbers)
-        except Unread:
-            break
-        if rounds and (found != rounds[0] or any(found.expert == one.expert for one in rounds)):
-            break
-        rounds.append(found)
-        node = found.before
-    rounds.reverse()
-    by_expert = sorted(rounds, key=lambda one: one.expert)
-    experts = [one.expert for one in by_expert]
-    slots = 1
-    for atom in by_expert[0].slots if by_expert else ():
-        slots *= atom.size
-    if not experts or experts != list(range(experts[0], experts[0] + len(experts))) or slots >= len(experts):
-        return []  # Where every row may go to all experts, there is nothing to leave out.
-    return rounds
+def without_folded(graph: Graph) -> Graph:
+    """The graph without what it says of chosen rows where a loop over experts was that is folded."""
+    before = graph.fx.__dict__.pop(_BEFORE, None)
+    if before is None:
+        return graph
+    ops = (node for node in graph.nodes if node in before and info(node).kind == "op")
+    left = {info(node).source for node in ops if op_name(node) not in LAYOUTS}
+
+    def holds(line: str) -> bool:
+        return not line.startswith(OF_CHOSEN_ROWS) or line.rpartition(", at ")[2] in left
+
+    return replace(graph, assumptions=tuple(filter(holds, graph.assumptions)))
 
 
-def _round(node: fx.Node, numbers: Numbers) -> Round:
-    """The round that ends with a node."""
-    for before, added, condition in _ends(node):
-        try:
-            masks = Masks.of(condition, numbers)
-            return _read(node, before, added, masks, numbers)
-        except Unread:
-            continue
-    raise Unread("no round")
+def _replaced(rounds: Sequence[Round], numbers: Numbers) -> set[fx.Node]:
+    """Replace a loop by one op; the nodes that are read no more, none where it stays."""
+    gone = _unread_without(rounds) if rounds else set()
+    if not gone:
+        return gone
+    try:
+        folded = _folded(rounds, numbers)
+    except Unread:
+        return set()
+    return gone if forward_past(rounds[-1].end, folded) else set()
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """The rounds of loops, each read once."""
+
+    numbers: Numbers
+    known: dict[fx.Node, Round | None] = field(default_factory=dict)
+
+    def loop(self, end: fx.Node) -> list[Round]:
+        """The rounds that end here, in the order of the program; none where there is no loop to fold."""
+        rounds: list[Round] = []
+        experts: set[int] = set()
+        node: fx.Node | None = end
+        while node is not None and (found := self.round(node)) is not None:
+            if found.expert in experts or (rounds and found != rounds[0]):
+                break
+            rounds.insert(0, found)
+            experts.add(found.expert)
+            node = found.before
+        if not rounds or experts != set(range(min(experts), min(experts) + len(experts))):
+            return []
+        slots = math.prod(atom.size for atom in rounds[0].slots)
+        return rounds if slots < len(rounds) else []  # Else a row may go to all experts, and nothing is saved.
+
+    def round(self, node: fx.Node) -> Round | None:
+        """The round that ends with a node."""
+        if node not in self.known:
+            self.known[node] = None
+            for before, added, condition in _ends(node):
+                with contextlib.suppress(Unread):
+                    masks = Masks.of(condition, self.numbers)
+                    self.known[node] = _read(node, before, added, masks, self.numbers)
+                    break
+        return self.known[node]
 
 
 def _ends(node: fx.Node) -> Iterator[tuple[fx.Node | None, fx.Node, fx.Node]]:
@@ -161,6 +186,8 @@ def _read(node: fx.Node, before: fx.Node | None, added: fx.Node, masks: Masks, n
     is_once = not parts.per_slot or (value.op == "slots" and is_placed)
     if slots and (not adds or (is_once and not _is_distinct(found))):
         raise Unread("a row may be put in its place twice")
+    if len({one for one in parts.down.walk() if one.op == "leaf"}) != 1:
+        raise Unread("several values of rows")
     if set(flat(found.input.said[1])) - set(rows) != set(found.input.said[1][-1]):
         raise Unread("rows of something else")
     if result.dtype != type_of(found.input.leaf).dtype:
@@ -203,23 +230,24 @@ def _is_distinct(one: Round) -> bool:
     return is_last and one.slots == flat(one.choice.at)[-1:] and one.slots[0].size == shape[-1]
 
 
-def _gone(graph: Graph, rounds: Sequence[Round]) -> set[fx.Node]:
-    """The nodes that nothing reads once the loop is replaced; empty where products of its experts stay."""
-    ends = {rounds[-1].end}
-    gone: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        is_dead = node.op == "call_function" and bool(node.users) and all(user in gone for user in node.users)
-        if node in ends or (is_dead and info(node).random < 0):
-            gone.add(node)
+def _unread_without(rounds: Sequence[Round]) -> set[fx.Node]:
+    """The nodes that nothing reads once a loop is replaced; none where products of its experts are read elsewhere."""
+    end = rounds[-1].end
     products = {value.leaf for one in rounds for value in one.parts.down.walk() if value.op == "linear"}
+    gone = {end}
+    node, first = end, min(products)
+    while node is not first:
+        node = node.prev
+        if node.op == "call_function" and info(node).random < 0 and node.users and gone.issuperset(node.users):
+            gone.add(node)
     return gone if products <= gone else set()
 
 
 def _folded(rounds: Sequence[Round], numbers: Numbers) -> fx.Node:
     """The value of a loop, by one op for all rounds."""
     end = rounds[-1].end
-    one = min(rounds, key=lambda each: each.expert)
     by_expert = sorted(rounds, key=lambda each: each.expert)
+    one = by_expert[0]
     result = type_of(end)
     with end.graph.inserting_before(end):
         rows = Rows(end, one.rows, one.slots)

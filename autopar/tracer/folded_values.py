@@ -101,7 +101,7 @@ class Rows:
         shape = tuple(math.prod(atom.size for atom in dim) for dim in wanted)
         if order != list(own):
             node = self._viewed(node, tuple(atom.size for atom in own))
-            node = emit(self.near, "permute", input=node, dims=tuple(own.index(atom) for atom in order))
+            node = self._permuted(node, tuple(own.index(atom) for atom in order))
         return self._viewed(node, shape)
 
     def _viewed(self, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
@@ -110,6 +110,15 @@ class Rows:
         if type_of(base).shape == shape and type_of(base).requires_grad == type_of(node).requires_grad:
             return base
         return emit(self.near, "view", input=node, size=shape)
+
+    def _permuted(self, node: fx.Node, dims: tuple[int, ...]) -> fx.Node:
+        """A permutation; what has been permuted the other way round is taken as it was."""
+        given: Any = node.kwargs
+        if getattr(node.target, "name", "") == "permute" and [given["dims"][d] for d in dims] == [*range(len(dims))]:
+            if type_of(given["input"]).requires_grad == type_of(node).requires_grad:
+                before: fx.Node = given["input"]
+                return before
+        return emit(self.near, "permute", input=node, dims=dims)
 
     def as_before(self, made: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         """The result of the op in the shape of the loop's."""
