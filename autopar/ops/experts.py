@@ -300,7 +300,9 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     )
     backward = places + rows * wide + max(moments) - made
     on_the_way = sum(travelling) * (row + route) + (held[0][0] * wide if travelling else 0)
-    return max(0, int(forward + on_the_way - held[0][0] * row)), max(0, int(backward + on_the_way + sum(travelling) * row))
+    return max(0, int(forward + on_the_way - held[0][0] * row)), max(
+        0, int(backward + on_the_way + sum(travelling) * row)
+    )
 
 
 _INTEGERS = 7  # tensors of an integer a pair that say where pairs stand

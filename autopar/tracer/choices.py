@@ -1,9 +1,9 @@
 """What chooses the rows of one expert: a mask that is true where the id of a row and slot is the expert's number.
 
-    eq(ids, e)                                  ids as they are
-    select(one_hot(ids), dim, e) != 0           the same, in any layout, and ids of one slot
-    select(one_hot(ids) * fits, dim, e) != 0    ids that have been dropped count nothing
-    eq(ids, e) & select(hit, 0, e)              experts that are not hit count nothing
+eq(ids, e)                                  ids as they are
+select(one_hot(ids), dim, e) != 0           the same, in any layout, and ids of one slot
+select(one_hot(ids) * fits, dim, e) != 0    ids that have been dropped count nothing
+eq(ids, e) & select(hit, 0, e)              experts that are not hit count nothing
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Choice:
     """A mask, or the masks of all experts where `expert` is None."""
 
     ids: fx.Node = field(compare=False)
-    number: int  # that of ids
+    number: int  # The number of ids tells choices apart.
     at: Dims  # dims of ids
     dims: Dims
     expert: int | None = field(default=None, compare=False)
@@ -64,7 +64,7 @@ def choice_of(node: fx.Node, numbers: Numbers) -> Choice:
 
 
 def _condition(node: fx.Node, choice: Choice, numbers: Numbers) -> Kept:
-    """What a condition on one expert says of all of them."""
+    """The value of which a condition on one expert is an element."""
     how: Any = node.kwargs
     if op_name(node) != "select" or how["index"] != choice.expert or len(type_of(how["input"]).shape) != 1:
         raise Unread("a condition on something else")
@@ -135,7 +135,7 @@ class Masks:
         """The masks of which `condition` is one."""
         node = condition
         while op_name(node) in LAYOUTS or op_name(node) == "any":
-            node = node.kwargs["input"]  # type: ignore[assignment]
+            node = node.kwargs["input"]
         return Masks(numbers[node], choice_of(node, numbers), numbers)
 
     @property

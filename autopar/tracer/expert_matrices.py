@@ -8,6 +8,7 @@ A stack is a copy of the weights. Matrices of a gate stand before those that it 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import op_name, stops_gradients, type_of
 from autopar.tracer.alike import Numbers
-from autopar.tracer.expert_rounds import Matrix, Value
+from autopar.tracer.expert_values import Matrix, Value
 from autopar.tracer.named_dims import Unread
 from autopar.tracer.rewriting import emit
 
@@ -38,7 +39,7 @@ class _Source:
             name = op_name(node)
             how: Any = node.kwargs
             is_turn = name in ("t", "transpose", "permute") and len(type_of(node).shape) == 2
-            if name not in ("identity", "contiguous", "to") and not is_turn or stops_gradients(node):
+            if (name not in ("identity", "contiguous", "to") and not is_turn) or stops_gradients(node):
                 return _Source(node, is_turned, cast)
             if name == "to" and cast is None:
                 cast = how["dtype"]
@@ -57,16 +58,15 @@ def _turns(node: fx.Node) -> bool:
 
 
 def matrices_of(near: fx.Node, downs: Sequence[Value], numbers: Numbers) -> dict[str, Any]:
-    """The operands `up`, `down` and their biases, and whether they are transposed, of the products of all experts."""
+    """The matrices `up` and `down` of all experts, their biases, and whether they are transposed."""
     each = [_by_place(down) for down in downs]
     places = sorted(each[0])
     firsts = {one.said[0] for one in downs[0].walk() if one.op == "linear" and one.given[0].op == "leaf"}
     if firsts != set(places[:-1]) or downs[0].said[0] != places[-1]:
         raise Unread("the last matrix is one of the first")
-    ups = [_Stacked.of(near, [one[place] for one in each], numbers) for place in places[:-1]]
-    down = _Stacked.of(near, [one[places[-1]] for one in each], numbers)
+    *ups, down = (_Stacked.of(near, list(map(operator.itemgetter(place), each)), numbers) for place in places)
     dtype = type_of(downs[0].leaf).dtype
-    operands = [node for one in (*ups, down) for node in (one.weight, one.bias) if node is not None]
+    operands = [*(one.weight for one in (*ups, down)), *(one.bias for one in (*ups, down) if one.bias is not None)]
     if any(type_of(node).dtype != dtype for node in operands):
         raise Unread("matrices of several dtypes")
     transposed = all(one.transposed for one in (*ups, down))

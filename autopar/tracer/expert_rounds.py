@@ -12,69 +12,30 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from autopar.graph.graph import info, op_name, stops_gradients, type_of
 from autopar.graph.nodes import is_value
 from autopar.tracer.alike import Numbers
 from autopar.tracer.choices import Masks
+from autopar.tracer.expert_values import Matrix, Place, Value, in_both_orders
 from autopar.tracer.named_dims import LAYOUTS, Atom, Dims, Unread, aligned, beside, flat, laid_out, without
 
 ELEMENTWISE = frozenset(
-    "add sub rsub mul div pow neg abs maximum minimum clamp to exp sqrt rsqrt tanh sigmoid reciprocal log cos sin square "
-    "erf log1p expm1 gelu relu silu hardswish hardsigmoid mish relu6 selu logsigmoid softsign leaky_relu elu celu "
-    "hardtanh softplus hardshrink softshrink threshold".split()
+    "add sub rsub mul div pow neg abs maximum minimum clamp to exp sqrt rsqrt tanh sigmoid reciprocal log cos sin "
+    "square erf log1p expm1 gelu relu silu hardswish hardsigmoid mish relu6 selu logsigmoid softsign leaky_relu elu "
+    "celu hardtanh softplus hardshrink softshrink threshold".split()
 )
-_DEEPEST = 150  # Ops in a row in one round: a body is a few, and a walk into the rest of a model ends here.
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """What an expert multiplies rows with: rows @ weight.T + bias, or rows @ weight where it is transposed."""
-
-    weight: fx.Node
-    transposed: bool
-    bias: fx.Node | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value of a round where its mask is true; equal for rounds that compute it alike."""
-
-    op: str  # "leaf", "linear", "half", "slots" (a sum over slots), or an elementwise op
-    dims: Dims
-    given: tuple[Value, ...] = ()
-    said: Any = ()  # what else tells it: a leaf's number, the form of a matrix, other arguments
-    node: fx.Node | None = field(default=None, compare=False)
-    arguments: Any = field(default=None, compare=False)  # those of an elementwise op, with places of `given` in it
-    matrix: Matrix | None = field(default=None, compare=False)
-
-    @property
-    def leaf(self) -> fx.Node:
-        assert self.node is not None
-        return self.node
-
-    def walk(self) -> Iterator[Value]:
-        """This value and all it is made of."""
-        yield self
-        for one in self.given:
-            yield from one.walk()
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Stands for an operand in the arguments of an elementwise op."""
-
-    index: int
 
 
 class Reading:
     """Reads the values of one round; `before` is the value to which the round adds."""
+
+    deepest = 150  # Ops in a row: a body has a few, and a walk into the rest of a model ends here.
 
     def __init__(self, masks: Masks, numbers: Numbers, before: fx.Node | None) -> None:
         self.masks = masks
@@ -87,7 +48,7 @@ class Reading:
     def value(self, node: fx.Node) -> Value:
         """The value of a node; raises `Unread` where it is not one of the round."""
         if node not in self._read:
-            if not is_value(node) or node < self.masks.start or node is self.before or self._depth > _DEEPEST:
+            if not is_value(node) or node < self.masks.start or node is self.before or self._depth > self.deepest:
                 raise Unread("not of this round")
             if stops_gradients(node):
                 raise Unread("a gradient stops")
@@ -106,16 +67,17 @@ class Reading:
         if name in LAYOUTS:
             given = self.value(how["input"])
             return replace(given, dims=laid_out(node, given.dims))
-        by_name = {
+        by_name: dict[str, Callable[[fx.Node], Value]] = {
             "where": self._where,
             "linear": self._linear,
             "matmul": self._linear,
-            "sum": self._slots,
+            "sum": functools.partial(_slots, reading=self),
             "narrow": self._narrow,
-            "index_select": self._looked_up,
         }
         if name in by_name:
             return by_name[name](node)
+        if name == "index_select":
+            return _looked_up(node, self.value(how["index"]), self.numbers)
         if name in ELEMENTWISE:
             return self._elementwise(node)
         raise Unread(name)
@@ -133,27 +95,6 @@ class Reading:
             at = beside(condition, type_of(given).shape)
             found = Value("leaf", at, said=(self.numbers[given], at), node=given)
         return replace(found, dims=aligned(condition, found.dims))
-
-    def _looked_up(self, node: fx.Node) -> Value:
-        """Rows at their own places."""
-        how: Any = node.kwargs
-        places = self.value(how["index"])
-        given: fx.Node = how["input"]
-        counted = places.node
-        while counted is not None and op_name(counted) == "view":
-            counted = counted.kwargs["input"]  # type: ignore[assignment]
-        size = type_of(given).shape[how["dim"]]
-        is_count = counted is not None and op_name(counted) == "arange" and places.op == "leaf"
-        bounds = {"start": 0, "step": 1, **counted.kwargs} if is_count and counted is not None else {}
-        if (bounds.get("start"), bounds.get("end"), bounds.get("step")) != (0, size, 1):
-            raise Unread("rows at other places")
-        atoms = flat(places.said[1])
-        dim = how["dim"] % len(type_of(given).shape)
-        names: list[tuple[Atom, ...]] = [()] * (len(type_of(given).shape) - dim)
-        at = beside((atoms, *names[1:]), type_of(given).shape)
-        if at[dim] != atoms or flat(places.dims) != atoms:
-            raise Unread("rows at other places")
-        return Value("leaf", at, said=(self.numbers[given], at), node=given)
 
     def _linear(self, node: fx.Node) -> Value:
         how: Any = node.kwargs
@@ -179,23 +120,20 @@ class Reading:
 
     def _biased(self, node: fx.Node) -> Value | None:
         """A product to which a bias is added by itself."""
-        one, other = node.kwargs["input"], node.kwargs["other"]
-        for product, bias in ((one, other), (other, one)):
+        for product, bias in in_both_orders(node):
             if not (is_value(product) and is_value(bias)) or "alpha" in node.kwargs:
                 continue
             if len(type_of(bias).shape) == 1 and op_name(product) in ("matmul", "linear", "view"):
                 found = self.value(product)
-                if found.op == "linear" and found.matrix and found.matrix.bias is None:
-                    if type_of(bias).shape == type_of(product).shape[-1:]:
-                        return replace(
-                            self._product(node, found.given[0], replace(found.matrix, bias=bias)), dims=found.dims
-                        )
+                is_free = found.op == "linear" and found.matrix is not None and found.matrix.bias is None
+                if is_free and found.matrix and type_of(bias).shape == type_of(product).shape[-1:]:
+                    with_bias = self._product(node, found.given[0], replace(found.matrix, bias=bias))
+                    return replace(with_bias, dims=found.dims)
         return None
 
     def _onto(self, node: fx.Node) -> Value | None:
-        """What is added to the rows that the round began with."""
-        one, other = node.kwargs["input"], node.kwargs["other"]
-        for before, added in ((one, other), (other, one)):
+        """An addition to the rows that the round began with."""
+        for before, added in in_both_orders(node):
             if is_value(before) and is_value(added) and self._is_before(before) and "alpha" not in node.kwargs:
                 given = self.value(added)
                 shape = type_of(before).shape
@@ -211,33 +149,17 @@ class Reading:
         sizes = [size for size in type_of(self.before).shape if size > 1]
         while node is not self.before:
             if op_name(node) == "where" and is_value(node.kwargs["input"]):
-                self.masks.dims(node.kwargs["condition"])  # type: ignore[arg-type]
+                self.masks.dims(node.kwargs["condition"])
             elif op_name(node) != "view" and op_name(node) != "identity":
                 return False
-            node = node.kwargs["input"]  # type: ignore[assignment]
+            node = node.kwargs["input"]
             if [size for size in type_of(node).shape if size > 1] != sizes:
                 return False
         return True
 
-    def _slots(self, node: fx.Node) -> Value:
-        """A sum over slots of what is zero where the mask is not true."""
-        how: Any = node.kwargs
-        chosen = how["input"]
-        if op_name(chosen) != "where" or chosen.kwargs["other"] != 0 or is_value(chosen.kwargs["other"]):
-            raise Unread("a sum of something else")
-        whole = flat(self.masks.choice.dims)
-        if set(flat(self.masks.dims(chosen.kwargs["condition"]))) != set(whole):
-            raise Unread("a sum of what is chosen in some slot")
-        given = self.value(chosen)
-        dims = without(given.dims, how)
-        removed = set(flat(given.dims)) - set(flat(dims))
-        if not removed <= set(whole) or any(one.op == "slots" for one in given.walk()):
-            raise Unread("a sum over columns")
-        return Value("slots", dims, (given,), tuple(sorted(removed)), node)
-
     def _narrow(self, node: fx.Node) -> Value:
         how: Any = node.kwargs
-        return self._range(node, self.value(how["input"]), how["dim"], how["start"], how["length"])
+        return _range(node, self.value(how["input"]), self.masks, how["dim"], how["start"], how["length"])
 
     def _part(self, node: fx.Node) -> Value:
         split: Any = node.args[0]
@@ -247,19 +169,7 @@ class Reading:
         sections = how["sections"]
         place: Any = node.args[1]
         given = self.value(how["input"])
-        return self._range(node, given, how.get("dim", 0), sum(sections[:place]), sections[place])
-
-    def _range(self, node: fx.Node, given: Value, dim: int, start: int, length: int) -> Value:
-        """A half of a product's columns, or a column of a leaf."""
-        dim %= len(given.dims)
-        if not _is_one_atom(given.dims[dim : dim + 1]):
-            raise Unread("a part of several dims")
-        atom = given.dims[dim][0]
-        if given.op == "linear" and dim == len(given.dims) - 1 and 2 * length == atom.size and start in (0, length):
-            return Value("half", (*given.dims[:-1], (Atom(atom.name, length),)), (given,), start // length, node)
-        if given.op == "leaf" and length == 1 and atom not in flat(self.masks.choice.dims):
-            return Value("column", (*given.dims[:dim], (), *given.dims[dim + 1 :]), (given,), (atom, start), node)
-        raise Unread("a part of columns")
+        return _range(node, given, self.masks, how.get("dim", 0), sum(sections[:place]), sections[place])
 
     def _elementwise(self, node: fx.Node) -> Value:
         if op_name(node) == "add" and (found := self._biased(node) or self._onto(node)):
@@ -277,60 +187,56 @@ class Reading:
         return Value(op_name(node), dims, tuple(given), (said, type_of(node).dtype), node, arguments)
 
 
+def _looked_up(node: fx.Node, places: Value, numbers: Numbers) -> Value:
+    """Rows at their own places."""
+    how: Any = node.kwargs
+    given: fx.Node = how["input"]
+    counted = places.node
+    while counted is not None and op_name(counted) == "view":
+        counted = counted.kwargs["input"]
+    size = type_of(given).shape[how["dim"]]
+    is_count = counted is not None and op_name(counted) == "arange" and places.op == "leaf"
+    bounds = {"start": 0, "step": 1, **counted.kwargs} if is_count and counted is not None else {}
+    if (bounds.get("start"), bounds.get("end"), bounds.get("step")) != (0, size, 1):
+        raise Unread("rows at other places")
+    atoms = flat(places.said[1])
+    dim = how["dim"] % len(type_of(given).shape)
+    names: list[tuple[Atom, ...]] = [()] * (len(type_of(given).shape) - dim)
+    at = beside((atoms, *names[1:]), type_of(given).shape)
+    if at[dim] != atoms or flat(places.dims) != atoms:
+        raise Unread("rows at other places")
+    return Value("leaf", at, said=(numbers[given], at), node=given)
+
+
+def _slots(node: fx.Node, reading: Reading) -> Value:
+    """A sum over slots of what is zero where the mask is not true."""
+    how: Any = node.kwargs
+    chosen = how["input"]
+    if op_name(chosen) != "where" or chosen.kwargs["other"] != 0 or is_value(chosen.kwargs["other"]):
+        raise Unread("a sum of something else")
+    whole = flat(reading.masks.choice.dims)
+    if set(flat(reading.masks.dims(chosen.kwargs["condition"]))) != set(whole):
+        raise Unread("a sum of what is chosen in some slot")
+    given = reading.value(chosen)
+    dims = without(given.dims, how)
+    removed = set(flat(given.dims)) - set(flat(dims))
+    if not removed <= set(whole) or any(one.op == "slots" for one in given.walk()):
+        raise Unread("a sum over columns")
+    return Value("slots", dims, (given,), tuple(sorted(removed)), node)
+
+
+def _range(node: fx.Node, given: Value, masks: Masks, dim: int, start: int, length: int) -> Value:
+    """A half of a product's columns, or a column of a leaf."""
+    dim %= len(given.dims)
+    if not _is_one_atom(given.dims[dim : dim + 1]):
+        raise Unread("a part of several dims")
+    atom = given.dims[dim][0]
+    if given.op == "linear" and dim == len(given.dims) - 1 and 2 * length == atom.size and start in (0, length):
+        return Value("half", (*given.dims[:-1], (Atom(atom.name, length),)), (given,), start // length, node)
+    if given.op == "leaf" and length == 1 and atom not in flat(masks.choice.dims):
+        return Value("column", (*given.dims[:dim], (), *given.dims[dim + 1 :]), (given,), (atom, start), node)
+    raise Unread("a part of columns")
+
+
 def _is_one_atom(dims: Dims) -> bool:
     return len(dims) == 1 and len(dims[0]) == 1
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a round adds to its rows: the product of weights and of what its last matrix makes."""
-
-    weights: tuple[Value, ...]
-    down: Value
-    per_slot: bool  # summed over slots, or one for a row
-
-
-def parts_of(value: Value, rows: frozenset[Atom], slots: frozenset[Atom]) -> Parts:
-    """The parts of a value; raises where it is not such a product."""
-    if value.op == "slots":
-        found = parts_of(value.given[0], rows, slots)
-        return replace(found, per_slot=True)
-    factors = list(_factors(value))
-    downs = [one for one in factors if one.op == "linear"]
-    if len(downs) != 1:
-        raise Unread("no product of weights and rows")
-    weights = []
-    per_slot = False
-    for one in factors:
-        if one is downs[0]:
-            continue
-        if one.op == "slots":
-            one = one.given[0]
-            if per_slot:
-                raise Unread("two sums over slots")
-            per_slot = True
-        if any(part.op in ("linear", "slots") for part in one.walk()) or not set(flat(one.dims)) <= rows | slots:
-            raise Unread("weights that depend on columns")
-        weights.append(one)
-    if per_slot and any(slots & set(flat(one.dims)) for one in weights) and len(weights) > 1:
-        raise Unread("weights beside a sum over slots")
-    return Parts(tuple(weights), downs[0], per_slot)
-
-
-def _factors(value: Value) -> Iterator[Value]:
-    """The factors of a product; casts to wider numbers count nothing."""
-    has_rows = any(one.op == "linear" for one in value.walk())
-    if has_rows and value.op == "mul" and len(value.given) == 2:
-        for one in value.given:
-            yield from _factors(one)
-    elif has_rows and value.op == "to" and _keeps(value):
-        yield from _factors(value.given[0])
-    else:
-        yield value
-
-
-def _keeps(cast: Value) -> bool:
-    """Whether a cast loses no more than rows have."""
-    down = next(one for one in cast.walk() if one.op == "linear")
-    dtype = type_of(cast.leaf).torch_dtype
-    return dtype.is_floating_point and torch.promote_types(dtype, type_of(down.leaf).torch_dtype) == dtype

@@ -22,13 +22,14 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.nodes import is_value
-from autopar.ops.experts import imbalance_here
 from autopar.ops.entry import OPS
+from autopar.ops.experts import imbalance_here
 from autopar.tracer.alike import Numbers
 from autopar.tracer.choices import Choice, Masks
 from autopar.tracer.chosen import OF_CHOSEN_ROWS
 from autopar.tracer.expert_matrices import matrices_of
-from autopar.tracer.expert_rounds import Parts, Reading, Value, parts_of
+from autopar.tracer.expert_rounds import Reading
+from autopar.tracer.expert_values import Parts, Value, in_both_orders, parts_of
 from autopar.tracer.folded_values import Rows, body_of
 from autopar.tracer.named_dims import LAYOUTS, Atom, Unread, flat
 from autopar.tracer.rewriting import emit, forward_past
@@ -44,7 +45,7 @@ class Round:
     choice: Choice
     parts: Parts
     rows: tuple[Atom, ...]  # dims of rows, as they lie in the result
-    adds: bool  # to what was there before, or in its place
+    adds: bool  # Else it takes the place of what was there before.
     end: fx.Node = field(compare=False)
     before: fx.Node | None = field(compare=False)
 
@@ -112,7 +113,7 @@ class _Rounds:
     known: dict[fx.Node, Round | None] = field(default_factory=dict)
 
     def loop(self, end: fx.Node) -> list[Round]:
-        """The rounds that end here, in the order of the program; none where there is no loop to fold."""
+        """The rounds that end here, in the order of the program; none where nothing can be folded."""
         rounds: list[Round] = []
         experts: set[int] = set()
         node: fx.Node | None = end
@@ -140,17 +141,17 @@ class _Rounds:
 
 
 def _ends(node: fx.Node) -> Iterator[tuple[fx.Node | None, fx.Node, fx.Node]]:
-    """What a round may begin with, what it adds or puts there, and the condition under which it does."""
+    """The values that a round may begin with and add, and the condition under which it does."""
     how: Any = node.kwargs
     if op_name(node) == "add" and "alpha" not in how:
-        for before, added in ((how["input"], how["other"]), (how["other"], how["input"])):
+        for before, added in in_both_orders(node):
             if is_value(before) and is_value(added) and (chosen := _chosen(added)):
-                yield before, added, chosen.kwargs["condition"]  # type: ignore[misc]
+                yield before, added, chosen.kwargs["condition"]
     elif op_name(node) == "where" and is_value(how["other"]):
         if is_value(how["input"]):
             yield how["other"], node, how["condition"]
     elif op_name(node) in ("where", "sum") and (chosen := _chosen(node)):
-        yield None, node, chosen.kwargs["condition"]  # type: ignore[misc]
+        yield None, node, chosen.kwargs["condition"]
 
 
 def _chosen(node: Any) -> fx.Node | None:
@@ -162,48 +163,57 @@ def _chosen(node: Any) -> fx.Node | None:
 
 
 def _read(node: fx.Node, before: fx.Node | None, added: fx.Node, masks: Masks, numbers: Numbers) -> Round:
-    reading = Reading(masks, numbers, before)
-    value = reading.value(added)
+    """The round of a node that adds or puts a value into what was before."""
     result = type_of(node)
-    if any(type_of(one).shape != result.shape or type_of(one).dtype != result.dtype for one in (before, added) if one):
-        raise Unread("a result of another form")
-    value = _without_casts(value)
+    for one in filter(None, (before, added)):
+        if (type_of(one).shape, type_of(one).dtype) != (result.shape, result.dtype):
+            raise Unread("a result of another form")
     is_placed = added is node and before is not None
-    value, met = _onto(value)
-    if met is not None and not is_placed:
-        raise Unread("added twice")
-    adds = met is not None or not is_placed
+    value, met = _onto(_without_casts(Reading(masks, numbers, before).value(added)))
     *outer, last = value.dims
     rows = flat(tuple(outer))
-    choice = masks.choice
-    slots = frozenset(flat(choice.at)) - set(rows)
-    parts = parts_of(value, frozenset(rows), slots)
-    found = Round(choice, parts, rows, adds, node, before)
-    if len(last) != 1 or last[0].name != "o" or set(rows) - set(flat(choice.at)) or met not in (None, (*rows, *last)):
+    if met not in ((None, (*rows, *last)) if is_placed else (None,)):
         raise Unread("rows and columns lie otherwise")
+    slots = frozenset(flat(masks.choice.at)) - set(rows)
+    found = Round(
+        masks.choice,
+        parts_of(value, frozenset(rows), slots),
+        rows,
+        adds=met is not None or not is_placed,
+        end=node,
+        before=before,
+    )
+    _check_dims(found, last)
     if value.op != "slots" or is_placed:
         _check_places(node if is_placed else _chosen(added), masks, rows)
-    is_once = not parts.per_slot or (value.op == "slots" and is_placed)
-    if slots and (not adds or (is_once and not _is_distinct(found))):
+    is_once = not found.parts.per_slot or (value.op == "slots" and is_placed)
+    if slots and (not found.adds or (is_once and not _is_distinct(found))):
         raise Unread("a row may be put in its place twice")
-    if len({one for one in parts.down.walk() if one.op == "leaf"}) != 1:
-        raise Unread("several values of rows")
-    if set(flat(found.input.said[1])) - set(rows) != set(found.input.said[1][-1]):
-        raise Unread("rows of something else")
     if result.dtype != type_of(found.input.leaf).dtype:
         raise Unread("a result of another dtype")
     return found
 
 
+def _check_dims(one: Round, last: Sequence[Atom]) -> None:
+    """Raise where a round's rows are not those of its ids, or come from several values."""
+    if len(last) != 1 or last[0].name != "o" or set(one.rows) - set(flat(one.choice.at)):
+        raise Unread("columns of something else")
+    if len({value for value in one.parts.down.walk() if value.op == "leaf"}) != 1:
+        raise Unread("several values of rows")
+    at = one.input.said[1]
+    if set(flat(at)) - set(one.rows) != set(at[-1]) or len(at[-1]) != 1:
+        raise Unread("rows of something else")
+
+
 def _without_casts(value: Value) -> Value:
-    """What is cast to the dtype of the result."""
+    """The value before it is cast to the dtype of the result."""
     while value.op == "to":
         value = value.given[0]
     return value
 
 
 def _onto(value: Value) -> tuple[Value, tuple[Atom, ...] | None]:
-    """What is added to rows that are read and put back, and the dims that these rows have; or the value alone."""
+    """The value that is added to rows which are read and put back, and their dims; else the value alone."""
     if value.op == "slots" and value.given[0].op == "onto":
         inner = value.given[0]
         return replace(value, given=inner.given), inner.said
@@ -231,11 +241,12 @@ def _is_distinct(one: Round) -> bool:
 
 
 def _unread_without(rounds: Sequence[Round]) -> set[fx.Node]:
-    """The nodes that nothing reads once a loop is replaced; none where products of its experts are read elsewhere."""
+    """The nodes that nothing reads once a loop is replaced; none where its products are read elsewhere."""
     end = rounds[-1].end
     products = {value.leaf for one in rounds for value in one.parts.down.walk() if value.op == "linear"}
     gone = {end}
-    node, first = end, min(products)
+    node = end
+    first = min(products)
     while node is not first:
         node = node.prev
         if node.op == "call_function" and info(node).random < 0 and node.users and gone.issuperset(node.users):
@@ -267,4 +278,6 @@ def _folded(rounds: Sequence[Round], numbers: Numbers) -> fx.Node:
             return made
         if one.adds:
             return emit(end, "add", result, input=before, other=made)
-        return emit(end, "where", result, condition=rows.chosen(ids, len(rounds), result.shape), input=made, other=before)
+        return emit(
+            end, "where", result, condition=rows.chosen(ids, len(rounds), result.shape), input=made, other=before
+        )

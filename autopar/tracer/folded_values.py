@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,13 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.graph.graph import type_of
+from autopar.graph.graph import stops_gradients, type_of
 from autopar.graph.walks import origin
 from autopar.ops.experts import WHOLE
 from autopar.runtime.bodies import HALVES, ONE, NotABody, read_body
 from autopar.tracer.choices import Choice, Kept
-from autopar.tracer.expert_rounds import Place, Value
-from autopar.tracer.named_dims import Atom, Dims, Unread, flat, without
+from autopar.tracer.expert_values import Place, Value
+from autopar.tracer.named_dims import Atom, Dims, Unread, flat, size_of, without
 from autopar.tracer.rewriting import emit
 
 
@@ -63,7 +62,7 @@ class Rows:
 
     def weights(self, factors: Sequence[Value], dtype: torch.dtype) -> fx.Node:
         """The product of all weights; ones where there are none."""
-        shape = tuple(math.prod(atom.size for atom in atoms) for atoms in (self.rows, self.slots))
+        shape = (size_of(self.rows), size_of(self.slots))
         if not factors:
             return emit(self.near, "ones", size=shape, dtype=dtype)
         made = functools.reduce(
@@ -92,13 +91,13 @@ class Rows:
     def _arranged(self, node: fx.Node, at: Dims, dims: Sequence[Sequence[Atom]]) -> fx.Node:
         """A value with its dims in this order; dims that it has not are of size 1."""
         own = flat(at)
-        wanted = [[atom for atom in dim if atom in own] for dim in dims]
+        wanted = [list(filter(own.__contains__, dim)) for dim in dims]
         if any(found and found != list(dim) for found, dim in zip(wanted, dims, strict=True)):
             raise Unread("a part of rows")
         order = [atom for dim in wanted for atom in dim]
         if len(order) != len(own):
             raise Unread("dims of something else")
-        shape = tuple(math.prod(atom.size for atom in dim) for dim in wanted)
+        shape = tuple(map(size_of, wanted))
         if order != list(own):
             node = self._viewed(node, tuple(atom.size for atom in own))
             node = self._permuted(node, tuple(own.index(atom) for atom in order))
@@ -114,10 +113,10 @@ class Rows:
     def _permuted(self, node: fx.Node, dims: tuple[int, ...]) -> fx.Node:
         """A permutation; what has been permuted the other way round is taken as it was."""
         given: Any = node.kwargs
-        if getattr(node.target, "name", "") == "permute" and [given["dims"][d] for d in dims] == [*range(len(dims))]:
-            if type_of(given["input"]).requires_grad == type_of(node).requires_grad:
-                before: fx.Node = given["input"]
-                return before
+        is_permuted = getattr(node.target, "name", "") == "permute" and not stops_gradients(node)
+        if is_permuted and [given["dims"][d] for d in dims] == [*range(len(dims))]:
+            before: fx.Node = given["input"]
+            return before
         return emit(self.near, "permute", input=node, dims=dims)
 
     def as_before(self, made: fx.Node, shape: tuple[int, ...]) -> fx.Node:
@@ -137,7 +136,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def body_of(value: Value) -> tuple[str, str]:
-    """What is between the matrices, as text, and the layout of its columns."""
+    """The function between the matrices as text, and the layout of its columns."""
     products: list[int] = []
     has_halves = False
     for one in value.walk():

@@ -1,12 +1,13 @@
 """Dims of values by name, so that a value is told apart from the way in which it lies.
 
-A dim is a tuple of `Atom`s, major first: the dim of size 12 that a view makes of [2, 6] has two, one of size 1 has none.
+A dim is a tuple of `Atom`s, major first: the dim of size 12 that a view makes of [2, 6] has two, and
+one of size 1 has none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.fx as fx
@@ -35,6 +36,11 @@ def flat(dims: Dims) -> tuple[Atom, ...]:
     return tuple(atom for dim in dims for atom in dim)
 
 
+def size_of(atoms: Iterable[Atom]) -> int:
+    """The size of a dim that has these atoms."""
+    return math.prod(atom.size for atom in atoms)
+
+
 def of_shape(shape: Sequence[int], name: str) -> Dims:
     """Dims with names of their own; names count from the last dim."""
     rank = len(shape)
@@ -51,12 +57,11 @@ def laid_out(node: fx.Node, dims: Dims) -> Dims:
     if name == "permute":
         return tuple(dims[d] for d in how["dims"])
     if name in ("transpose", "t"):
-        order = list(range(rank))
         first, second = (how["dim0"] % rank, how["dim1"] % rank) if name == "transpose" else (0, rank - 1)
-        order[first], order[second] = second, first
-        return tuple(dims[d] for d in order)
+        other = {first: second, second: first}
+        return tuple(dims[other.get(d, d)] for d in range(rank))
     shape = type_of(node).shape
-    if name == "expand" and math.prod(shape) != math.prod(atom.size for atom in flat(dims)):
+    if name == "expand" and math.prod(shape) != size_of(flat(dims)):
         raise Unread("a value is repeated")
     return ((),) * (len(shape) - rank) + dims
 
@@ -67,9 +72,9 @@ def viewed(dims: Dims, shape: Sequence[int]) -> Dims:
     found = []
     for size in shape:
         dim: list[Atom] = []
-        while math.prod(atom.size for atom in dim) < size and atoms:
+        while size_of(dim) < size and atoms:
             dim.append(atoms.pop(0))
-        if math.prod(atom.size for atom in dim) != size:
+        if size_of(dim) != size:
             raise Unread("a view divides a dim")
         found.append(tuple(dim))
     return tuple(found)
@@ -93,7 +98,7 @@ def beside(dims: Dims, shape: Sequence[int]) -> Dims:
     own = of_shape(shape, "h")
     known = (((),) * (len(own) - len(dims)) + dims)[max(0, len(dims) - len(own)) :]
     found = tuple(dim if dim and size > 1 else name for dim, name, size in zip(known, own, shape, strict=True))
-    if any(math.prod(atom.size for atom in dim) != size for dim, size in zip(found, shape, strict=True)):
+    if any(size_of(dim) != size for dim, size in zip(found, shape, strict=True)):
         raise Unread("unlike dims meet")
     return found
 

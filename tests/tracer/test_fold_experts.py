@@ -173,7 +173,10 @@ class Normed(Expert):
 
 class Detached(Expert):
     def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x).detach())
+        up = self.up(x)
+        with torch.no_grad():
+            share = torch.sigmoid(up)
+        return self.down(F.silu(self.gate(x)) * up * share)
 
 
 class Dropping(Expert):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from autopar.graph.graph import op_name
 from autopar.letters import NotCaptured
 from autopar.testing import Equality
-from autopar.graph.graph import op_name
 from autopar.tracer import ColoTracer, passes
 from tests.tracer.loops_over_experts import (
     EXPERTS,
