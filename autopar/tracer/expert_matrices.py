@@ -123,11 +123,14 @@ def _together(near: fx.Node, sources: Sequence[_Source], numbers: Numbers) -> fx
     """One value of which all are slices, in their order; or a stack of them."""
     if len({type_of(one.node) for one in sources}) > 1 or len({one.cast for one in sources}) > 1:
         raise Unread("matrices of several forms")
-    found = _sliced(near, [one.node for one in sources], numbers)
-    if found is None:
-        found = emit(near, "stack", tensors=[one.node for one in sources], dim=0)
     cast = sources[0].cast
-    return found if cast is None else emit(near, "to", input=found, dtype=cast)
+    nodes = [one.node for one in sources]
+    found = _sliced(near, nodes, numbers)
+    if found is not None:
+        return found if cast is None else emit(near, "to", input=found, dtype=cast)
+    if cast is not None:  # A copy of casts is smaller than a cast of a copy.
+        nodes = [emit(near, "to", input=node, dtype=cast) for node in nodes]
+    return emit(near, "stack", tensors=nodes, dim=0)
 
 
 def _sliced(near: fx.Node, nodes: Sequence[fx.Node], numbers: Numbers) -> fx.Node | None:

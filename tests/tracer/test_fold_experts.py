@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.graph.graph import Assume, info, op_name
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
+from autopar.tracer.precision import Precision
 from tests.tracer.loops_over_experts import EXPERTS, HIDDEN, INNER, TOP, WAYS, Expert, Loop, where_and_index_add
 from tests.tracer.test_loops_over_experts import ROUTES, TOKENS, case, run
 
@@ -136,19 +137,25 @@ def test_other_loops_are_folded_and_compute_what_eager_does(way):
         assert [info(node).key for node in operands] == ["first", "second", "bias"] and not count(graph, "stack")
 
 
-def test_a_folded_loop_is_rounded_as_half_precision_is():
+@pytest.mark.parametrize("is_cast", [False, True], ids=["in bfloat16", "cast to bfloat16"])
+def test_a_folded_loop_is_rounded_as_half_precision_is(is_cast):
     torch.manual_seed(0)
-    model = Loop(where_and_index_add)
-    exact = copy.deepcopy(model)
-    graph = traced(model.bfloat16(), torch.bfloat16, Assume(imbalance=1.5))
-    assert folded(graph).kwargs["imbalance"] == 1.5
-    x = torch.randn(TOKENS, HIDDEN)
-    push = ROUTES["random"]
-    half = x.bfloat16(), push.bfloat16()
+    exact = Loop(where_and_index_add)
+    half = copy.deepcopy(exact).bfloat16()
+    x, push = torch.randn(TOKENS, HIDDEN), ROUTES["random"]
+    if is_cast:
+        model = copy.deepcopy(exact)
+        graph = ColoTracer().trace(model, {"x": x, "push": push}, precision=Precision(torch.bfloat16))
+        assert folded(graph).kwargs["down"].kwargs["tensors"][0].kwargs["dtype"] == torch.bfloat16
+        found = graph.module(model)(x=x, push=push)
+    else:
+        graph = traced(half, torch.bfloat16, Assume(imbalance=1.5))
+        assert folded(graph).kwargs["imbalance"] == 1.5
+        found = graph.module(half)(x=x.bfloat16(), push=push.bfloat16())
     expected = exact(x, push)
-    found = graph.module(model)(x=half[0], push=half[1])
-    error, of_eager = ((one.float() - expected).abs().max() for one in (found, model(*half)))
-    assert found.dtype == torch.bfloat16 and error <= 1.5 * of_eager
+    of_eager = half(x.bfloat16(), push.bfloat16())
+    error, allowed = ((one.float() - expected).abs().max() for one in (found, of_eager))
+    assert folded(graph).meta["info"].outputs[0].dtype == "bfloat16" and error <= 1.5 * allowed
 
 
 class Wide(Expert):
