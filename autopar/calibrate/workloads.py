@@ -94,6 +94,14 @@ def _matmul(size: tuple[int, int, int, int]) -> Call:
     return torch.matmul, (torch.randn(b, m, k), torch.randn(b, k, n) / k**0.5)
 
 
+def _grouped(size: tuple[int, int, int, int]) -> Call:
+    """Rows of several groups, each of which has a matrix of its own, as experts have."""
+    groups, m, k, n = size
+    ends = torch.arange(1, groups + 1, dtype=torch.int32) * m
+    matrices = torch.randn(groups, k, n) / k**0.5
+    return lambda x, w, ends: F.grouped_mm(x, w, offs=ends), (torch.randn(groups * m, k), matrices, ends)
+
+
 def _attention(**how: bool) -> Callable[[tuple[int, int, int, int]], Call]:
     def call(size: tuple[int, int, int, int]) -> Call:
         b, h, s, d = size
@@ -221,6 +229,8 @@ _GPU_PRODUCTS = tuple(
     for rows in (64, 2048, most)
 )
 _GPU_BATCHED = ((16, 64, 64, 64), (64, 256, 64, 256), (64, 1024, 64, 1024), (256, 1024, 128, 1024))
+# Experts of the shapes that models have, from few rows of each to many.
+_GPU_GROUPED = ((32, 16, 2048, 768), (128, 64, 2048, 768), (64, 512, 2048, 1408), (8, 2048, 4096, 14336))
 # several for each length, from few heads to more than there are multiprocessors: each length has a rate of its own
 _GPU_HEADS = (
     (1, 4, 128, 64),
@@ -332,6 +342,7 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("linear", _linear, _PRODUCTS, _GPU_PRODUCTS, lambda s: 2.0 * math.prod(s), _harmonic, gradients=_both),
     Workload("linear unaligned", _linear, (), _UNALIGNED, lambda s: 2.0 * math.prod(s), gradients=_both),
     Workload("matmul", _matmul, _BATCHED, _GPU_BATCHED, lambda s: 2.0 * math.prod(s), gradients=_both),
+    Workload("grouped_mm", _grouped, _BATCHED, _GPU_GROUPED, lambda s: 2.0 * math.prod(s), gradients=_both),
     Workload("scaled_dot_product_attention", _attention(), _HEADS, _GPU_HEADS, _pairs, _length),
     Workload("scaled_dot_product_attention causal", _attention(is_causal=True), _HEADS, _GPU_HEADS, _pairs, _length),
     Workload("scaled_dot_product_attention masked", _attention(masked=True), _HEADS, _GPU_HEADS, _pairs, _length),

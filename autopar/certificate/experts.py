@@ -36,7 +36,8 @@ class _Ways:
 def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     setup = Setup.of(call.args[-1])
     given = setup.named(call.args[0])
-    lost = _NONE.union(*(t.open for t in types_in([given, list(more)])))
+    read = list(setup.more(call.args[0]))  # Bodies read them besides rows.
+    lost = _NONE.union(*(t.open for t in types_in([given, read, list(more)])))
     x, ids, weights, up, down, up_bias, down_bias = (_settled(t, lost) for t in given)
     assert x and ids and weights and up and down
     rows = _rows_of((x, ids, weights, *more), lost)
@@ -49,7 +50,9 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     if both := left_out & frozenset(axes_of([rows])):
         raise Refused(f"{sorted(both)} cuts rows and experts", "rows travel there")
     hidden = _hidden(up, down, up_bias, setup)
-    _needs_summed((x, ids, up, up_bias))
+    if setup.behind and (parts := hidden | down.sums):
+        raise Refused(f"a part of a sum over {sorted(parts)} goes through a function", "the sum of all parts")
+    _needs_summed((x, ids, up, up_bias, *_wholes(read, lost)))
     if down_bias and down_bias.sums != down.sums | hidden:
         raise Refused(
             f"the last bias lies as {down_bias}, and the last matrices as {down}",
@@ -65,6 +68,15 @@ def _needs_own(t: Type | None, setup: Setup, lost: _Axes) -> None:
     by = [hop.axis for hop in setup.hops if hop.axis not in lost]
     if t and axes_of(t.dims[:1]) != by:
         raise Refused(f"experts are told apart along {by}, and matrices lie as {t}", "they are cut by these axes")
+
+
+def _wholes(read: Sequence[Type], lost: _Axes) -> list[Type | None]:
+    """Tensors that bodies read besides rows, of which a device has to have all."""
+    settled = [_settled(t, lost) for t in read]
+    for t in settled:
+        if t and axes_of(t.dims):
+            raise Refused(f"a parameter that experts read lies as {t}", "every device has all of it")
+    return settled
 
 
 def _needs_summed(types: Sequence[Type | None]) -> None:
@@ -127,6 +139,7 @@ def _experts_back(call: TypedCall) -> list[Type]:
     if both := gradient.sums & (ways.summed | ways.of_weights | ways.of_down):
         raise Refused(f"a part of a sum over {sorted(both)} is summed over it once more", "it is summed before")
     comes = gradient.sums - ways.lost
+    every = comes | frozenset(axes_of([ways.rows])) | ways.left_out | ways.hidden  # Each device has rows of its own.
     over_rows = comes | (frozenset(axes_of([ways.rows])) - ways.travels)  # Rows of other devices come along the rest.
     sums = [
         (x, comes | ways.summed | ways.of_weights | ways.of_down),
@@ -135,5 +148,6 @@ def _experts_back(call: TypedCall) -> list[Type]:
         (down, over_rows | ways.of_weights),
         (up_bias, over_rows | ways.of_weights | ways.of_down),
         (down_bias, over_rows | ways.of_weights),
+        *((t, every | ways.of_weights | ways.of_down) for t in Setup.of(call.args[-1]).more(call.args[0])),
     ]
     return [Type(_left(of, ways.lost), sums=by, open=ways.lost) for of, by in sums if of is not None]

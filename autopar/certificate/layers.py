@@ -246,7 +246,9 @@ def _scattered(call: TypedCall) -> Type:
     into, d, places, given = call.args[:4]
     own = places.places & given.places
     is_one_a_row = len(into.dims) == 2 and size(places.dims[d]) == 1
-    if not (into.is_zero and own and is_one_a_row) or places.sums | given.sums | given.most:
+    if not own:
+        return _scattered_rows(call)
+    if not (into.is_zero and is_one_a_row) or places.sums | given.sums | given.most:
         return unknown(call)
     d %= len(into.dims)
     lost = (places.open | given.open) - own
@@ -281,18 +283,24 @@ def _largest_of_each_row(call: TypedCall) -> list[Type]:
     return [made, made]
 
 
-@rule("scatter.src")
+@rule("scatter.src", "scatter.value")
 def _scattered_rows(call: TypedCall) -> Type:
-    """Entries at places of a dim that no axis cuts; the result is linear in what is put in."""
+    """Entries at places of a dim that no axis cuts; the result is linear in what is put in.
+
+    A number that is put in, other than 0, is part of no sum.
+    """
     into, d, places, given = call.args[:4]
-    lost = frozenset(a for t in (into, places, given) for a in t.open)
+    types = [into, places, *types_in(given)]
     d %= len(into.dims)
-    if axes_of([t.dims[d] for t in (into, places, given)]) or (places.sums | places.most) - lost:
+    lost = frozenset(a for t in types for a in t.open)
+    has_other_rows = any(size(t.dims[i]) != n for t in types for i, n in enumerate(call.shapes[0]) if i != d)
+    if has_other_rows or axes_of([t.dims[d] for t in types]) or (places.sums | places.most) - lost:
         return unknown(call)
-    parts = [_with_one_row(t, d) for t in (into, places, given)]
+    parts = [_with_one_row(t, d) for t in types]
     dims = [met(parts, i, len(into.dims), n, lost) for i, n in enumerate(call.shapes[0])]
     dims[d] = whole(call.shapes[0][d])
-    return Type(tuple(dims), sums=summed([into, given], "all", lost), open=lost)
+    put_in = types_in(given) if isinstance(given, Type) else [Type((), is_zero=given == 0)]
+    return Type(tuple(dims), sums=summed([into, *put_in], "all", lost), open=lost)
 
 
 @rule("slice_scatter.default")

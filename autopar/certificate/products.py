@@ -33,6 +33,8 @@ def _product(call: TypedCall, a: Type, b: Type, batch: int) -> Type:
     pending = summed([a, b], "one", lost)
     if both := sums & pending:
         raise Refused(f"a part of a sum over {', '.join(both)} is summed over it once more", "one of them")
+    if both := pending.intersection(axes_of([*dims, rows, columns])):
+        raise Refused(f"a part of a sum over {', '.join(both)} meets rows that it cuts", "it has to be summed before")
     made = Type((*dims, rows, columns), sums=sums | pending, open=lost)
     if is_free(a.dims[-1]) and is_free(b.dims[-2]):  # repeated rows were summed: over a part, or over the whole
         return made.opened(call.axes - frozenset(axes_of(made.dims)))

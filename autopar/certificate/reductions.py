@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.certificate.calls import TypedCall, rule
 from autopar.certificate.elementwise import elementwise
-from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free
+from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, plain
 
 _NONE: frozenset[str] = frozenset()
 
@@ -29,6 +29,20 @@ def _sum(call: TypedCall) -> Type:
     if axes - frozenset(axes_of(x.dims)):  # a constant was summed: over a part, or over the whole
         return Type(dims, sums=x.sums, open=x.open).opened(axes - frozenset(axes_of(dims)))
     return Type(dims, sums=x.sums | axes, open=x.open, is_zero=x.is_zero)
+
+
+@rule("histc.default")
+def _counted(call: TypedCall) -> Type:
+    """Counts of entries in ranges, which are partial sums where the ranges do not follow the entries."""
+    x = call.args[0]
+    if x.sums | x.most:
+        raise Refused(f"it lies as {x}", "entries are counted once they are summed")
+    axes = frozenset(axes_of(x.dims))
+    made = Type(plain(call.shapes[0]), sums=axes, open=x.open)
+    if any(map(is_free, x.dims)):  # constants were counted: of a part, or of the whole
+        return made.opened(call.axes)
+    follow_entries = call.at(2, 0) == call.at(3, 0)  # The ranges are then those of a device's own entries.
+    return made.opened(axes) if follow_entries else made
 
 
 @rule("mean.dim", "mean.default")
@@ -78,7 +92,7 @@ def _any(call: TypedCall) -> Type:
     return Type(dims, open=x.open).opened((axes & frozenset(axes_of(x.dims))) | x.sums | x.most)
 
 
-@rule("_softmax.default", "_log_softmax.default")
+@rule("_softmax.default", "_log_softmax.default", "_safe_softmax.default")
 def _softmax(call: TypedCall) -> Type:
     x, d = call.args[:2]
     if x.sums | x.most:

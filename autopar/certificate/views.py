@@ -111,8 +111,18 @@ def _some_rows(call: TypedCall) -> Type:
         d = call.args[1] % len(x.dims)
         return replace(x, dims=(*x.dims[:d], *x.dims[d + 1 :])).opened(axes_of([x.dims[d]]))
     changed = [d for d, n in enumerate(shape) if size(x.dims[d]) != n]
+    if len(changed) == 1 and _begins_a_block(call, x.dims[changed[0]]):
+        d = changed[0]
+        made, lost = _piece(x.dims[d], shape[d])
+        return replace(x, dims=(*x.dims[:d], made, *x.dims[d + 1 :])).opened(lost)
     dims = tuple(_fewer(x.dims[d], n) if d in changed else x.dims[d] for d, n in enumerate(shape))
     return replace(x, dims=dims).opened(axes_of(x.dims[d] for d in changed))
+
+
+def _begins_a_block(call: TypedCall, dim: Dim) -> bool:
+    """Whether a run of neighbouring rows begins where a block of this dim does."""
+    is_run = isinstance(call.at(1, 0), int) and call.at(4, 1) == 1  # The backward has a shape there.
+    return is_run and (call.at(2) or 0) % size(dim[1:]) == 0
 
 
 def _fewer(dim: Dim, n: int) -> Dim:

@@ -236,7 +236,7 @@ class _Walk:
 
     def _count(self, node: fx.Node, made: Any) -> None:
         """Count a value, and the op from which on something is unknown of it."""
-        lost = {a for t in types_in(made) for a in t.open}
+        lost = {a for t in types_in(made) if not t.is_start for a in t.open}  # Where a part begins is no doubt.
         self.found.values += 1
         self.found.open += bool(lost)
         given = (t.open for operand in node.all_input_nodes for t in types_in(self.types[operand]))

@@ -17,7 +17,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 
 RuleFunction = Callable[[Mapping[str, Any]], "Rule | None"]
 Sizes = tuple[float, float, float, float]  # batch, m, n and k of [batch, m, k] by [batch, k, n]
+
+
+class Kernels(NamedTuple):
+    """The kernels of an op that runs several, on a device."""
+
+    forward: Sequence[Sizes]  # matrix products
+    backward: Sequence[Sizes]
+    passed: float  # bytes that others read and write in forward; backward has twice as many
+
+
 FormFunction = Callable[["Here", "OpCall", dict[str, Any]], "Form"]
 
 
@@ -176,8 +186,7 @@ class Facts:
     # More bytes that the local form saves for backward, on a device that holds parts of these shapes.
     part_keeps: Callable[[OpCall, Any, Here], int] | None = None
     flops: tuple[float, str] | None = None  # a product's FLOPs per point of its factors except this pattern's
-    # The matrix products of a call that has several, on a device, forward and backward.
-    products: Callable[[OpCall, Here], tuple[Sequence[Sizes], Sequence[Sizes]]] | None = None
+    products: Callable[[OpCall, Here], Kernels] | None = None  # the kernels of a call that runs several products
     windows: bool = False  # reads windows of its input; a product then has other kernels than one of rows
     heads: bool = False  # attention: kernels are timed by head width and sequence length
     # Number of times that forward reads its first operand: twice where sums over it are needed first.

@@ -19,20 +19,19 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from autopar.letters import NotServed
-from autopar.ops.entry import Sizes, op
+from autopar.ops.entry import Kernels, op
 from autopar.ops.exchange import BACKWARD, FORWARD, Along, Exchange, LargestShapes
 from autopar.ops.limits import LIMITS
 from autopar.ops.local import Form, Here, OpCall
 from autopar.ops.rows import parse
-from autopar.runtime.bodies import HALVES, ONE, PAIRS, NotABody, read_body
+from autopar.runtime.bodies import HALVES, ONE, PAIRS, WHOLE, Body, NotABody, OfRows, read_body
 from autopar.runtime.experts import Setup, experts_op
 from autopar.runtime.private import plays_all_ranks
 from autopar.runtime.visits import Hop
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import largest_local_shape
 
-WHOLE = "whole"  # layout for a body that reads all columns of a row
-CLOSED = ""  # layout for one that reads several rows
+CLOSED = ""  # layout for bodies that read several rows
 _TENSORS = ("input", "ids", "weights", "up", "down", "up_bias", "down_bias")
 _IMBALANCE: ContextVar[float] = ContextVar("imbalance", default=1.1)
 
@@ -61,50 +60,80 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
-    body: Callable[[Tensor], Tensor] = torch.nn.functional.silu,
+    body: OfRows = torch.nn.functional.silu,
     gated: bool | str = True,
+    behind: OfRows | None = None,
     transposed: bool = False,
 ) -> Tensor:
     """Send each row through the experts that `ids` names, and add up their results with `weights`.
 
-        out[t] = sum over j of weights[t, j] * (down[e] @ body(up[e] @ input[t] + up_bias[e]) + down_bias[e])
+        out[t] = sum over j of weights[t, j] * behind(down[e] @ body(up[e] @ input[t] + up_bias[e]) + down_bias[e])
 
     with e = ids[t, j]; an id that is negative or past the last expert counts nothing. `input` is [rows, h], `ids` and
     `weights` are [rows, k], `up` is [experts, width, h] and `down` [experts, h, i]; with `transposed` both have their
     last two dims the other way round. `body` maps rows to rows. With `gated` the width is twice i: by default `up` has
     the gate's rows and then the others, and body is applied to the gate, which multiplies the others;
     `gated="interleaved"` says that they alternate. A `body` of the whole width, such as one that clamps, is given with
-    `gated="halves"` or `gated="pairs"`, which says how its rows lie. With `gated=False` there is no gate.
+    `gated="halves"` or `gated="pairs"`, which says how its rows lie. With `gated=False` there is no gate. `behind`,
+    such as a norm, maps results to results. Both may be modules or their methods, and read their modules' parameters.
     """
-    given = input, ids, weights, up, down, up_bias, down_bias
-    function, layout = _whole_body(body, gated)
+    around, layout = _around(gated)
+    between = _read("body", body, layout, around)
+    last = behind and _read("behind", behind, WHOLE, columns=down.shape[2 if transposed else 1])
+    if not between.is_by_rows or (last and not last.is_by_rows):
+        layout = CLOSED
+    elif last or not between.is_by_columns:  # What is behind needs whole sums of hidden rows.
+        layout = WHOLE
+    more = (*between.given, *(last.given if last else ()))
+    how: dict[str, Any] = dict(
+        body=between.text, behind=last.text if last else "", layout=layout, transposed=transposed
+    )
+    rows, up, down = map(_as_in_products, (input, up, down))
+    up_bias, down_bias = (bias if bias is None else _as_in_products(bias) for bias in (up_bias, down_bias))
+    given = rows, ids, weights, up, down, up_bias, down_bias, more
+    return experts_by_text(*given, **how, imbalance=_IMBALANCE.get()).to(input.dtype)
+
+
+def _as_in_products(tensor: Tensor) -> Tensor:
+    """The tensor as torch.autocast gives it to products."""
+    device = tensor.device.type
+    is_cast = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(device)) if is_cast else tensor
+
+
+def _read(name: str, function: OfRows, *how: Any, **more: Any) -> Body:
     try:
-        found = read_body(function, layout)
+        return read_body(function, *how, **more)
     except NotABody as e:
         raise NotServed(
-            f"the body of experts is not made of functions of torch on rows alone: {e}",
-            advice="torch functions and methods of tensors, and no question about values",
+            f"the {name} of experts is not made of functions of torch on rows alone: {e}",
+            advice="torch functions and methods of tensors, of rows and of parameters of a module of which it is a "
+            "method, and no question about values",
         ) from e
-    layout = CLOSED if not found.is_by_rows else layout if found.is_by_columns else WHOLE
-    return experts_by_text(*given, body=found.text, layout=layout, transposed=transposed, imbalance=_IMBALANCE.get())
 
 
-def _whole_body(body: Callable[[Tensor], Tensor], gated: bool | str) -> tuple[Callable[[Tensor], Tensor], str]:
-    """The function from the width of `up` to that of `down`, and how its rows lie."""
+def _around(gated: bool | str) -> tuple[Callable[[OfRows], OfRows], str]:
+    """The function around a body that goes from the width of `up` to that of `down`, and its layout."""
 
-    def of_halves(rows: Tensor) -> Tensor:
-        gate, other = rows.chunk(2, -1)
-        return body(gate) * other
+    def of_halves(body: OfRows) -> OfRows:
+        def run(rows: Tensor) -> Tensor:
+            gate, other = rows.chunk(2, -1)
+            return body(gate) * other
 
-    def of_pairs(rows: Tensor) -> Tensor:
-        return body(rows[..., ::2]) * rows[..., 1::2]
+        return run
+
+    def of_pairs(body: OfRows) -> OfRows:
+        return lambda rows: body(rows[..., ::2]) * rows[..., 1::2]
+
+    def as_it_is(body: OfRows) -> OfRows:
+        return body
 
     ways = {
         True: (of_halves, HALVES),
         "interleaved": (of_pairs, PAIRS),
-        "halves": (body, HALVES),
-        "pairs": (body, PAIRS),
-        False: (body, ONE),
+        "halves": (as_it_is, HALVES),
+        "pairs": (as_it_is, PAIRS),
+        False: (as_it_is, ONE),
     }
     if gated not in ways:
         raise NotServed(f"gated={gated!r}", advice=" or ".join(map(repr, ways)))
@@ -119,27 +148,33 @@ def experts_by_text(
     down: Tensor,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    more: Sequence[Tensor] = (),
     body: str = "",
+    behind: str = "",
     layout: str = HALVES,
     transposed: bool = False,
     imbalance: float = 1.1,
 ) -> Tensor:
-    """`experts` with a body that has been read; `imbalance` says how it is priced, and changes no value."""
+    """`experts` with bodies that have been read, and the tensors that they read besides rows.
+
+    `imbalance` says how it is priced, and changes no value.
+    """
     given = input, ids, weights, up, down, up_bias, down_bias
-    how = dict(body=body, layout=layout, transposed=transposed, imbalance=imbalance)
-    tensors = [x for x in given if x is not None]
+    how = dict(body=body, behind=behind, layout=layout, transposed=transposed, imbalance=imbalance)
+    tensors = [x for x in (*given, *more) if x is not None]
     if has_torch_function(tensors):
-        made: Tensor = handle_torch_function(experts_by_text, tensors, *given, **how)
+        made: Tensor = handle_torch_function(experts_by_text, tensors, *given, more, **how)
         return made
-    setup = Setup(body, max(1, ids.numel()), transposed, (up_bias is not None, down_bias is not None))
-    return experts_on_device(**dict(zip(_TENSORS, given, strict=True)), setup=setup.text())
+    biases = up_bias is not None, down_bias is not None
+    setup = Setup(body, max(1, ids.numel()), transposed, biases, behind=behind)
+    return experts_on_device(**dict(zip(_TENSORS, given, strict=True)), more=more, setup=setup.text())
 
 
-def experts_on_device(*, setup: str, **given: Any) -> Tensor:
+def experts_on_device(*, setup: str, more: Sequence[Tensor] = (), **given: Any) -> Tensor:
     """Run a device's rows through the experts that it holds, and through those to which they travel."""
     tensors = [given[name] for name in _TENSORS if given.get(name) is not None]
     tensors[1] = tensors[1].long()
-    made: Tensor = experts_op(tensors, setup)[0]
+    made: Tensor = experts_op([*tensors, *more], setup)[0]
     return made
 
 
@@ -147,13 +182,20 @@ def rule(arguments: Mapping[str, Any]) -> Rule:
     """The rule of a call, by how its matrices lie and what its body reads."""
     layout = arguments.get("layout", HALVES)
     transposed = arguments.get("transposed", False)
+    more = "".join(f", {_whole_row(f'm{i}', tensor)}" for i, tensor in enumerate(arguments.get("more", ())))
     if layout == CLOSED:
-        return parse("t! h!, t! k!, t! k!, e! w! v!, e! x! y!, e! w!, e! z! -> t! h!")
+        return parse(f"t! h!, t! k!, t! k!, e! w! v!, e! x! y!, e! w!, e! z!{more} -> t! h!")
     width, inner = {HALVES: (HALVES, "gate"), PAIRS: (PAIRS, "i"), ONE: ("i", "i"), WHOLE: ("w!", "i!")}[layout]
     e = "e~&t"
     up = f"{e} h! {width}" if transposed else f"{e} {width} h!"
     down = f"{e} {inner} h!" if transposed else f"{e} h! {inner}"
-    return parse(f"t h!, t k!, t k!, {up}, {down}, {e} {width}, {e} h! -> t h!", linear="z, v+a")
+    linear = "z" if arguments.get("behind") else "z, v+a"
+    return parse(f"t h!, t k!, t k!, {up}, {down}, {e} {width}, {e} h!{more} -> t h!", linear=linear)
+
+
+def _whole_row(name: str, tensor: Any) -> str:
+    """The row of a tensor of which every device has all."""
+    return " ".join(f"{name}_{d}!" for d in range(len(tensor.shape)))
 
 
 def hops_at(here: Here, call: OpCall) -> tuple[Hop, ...]:
@@ -195,15 +237,18 @@ def _pairs(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
 def part_of_experts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Experts on a device, with the axes along which rows travel or experts of others are left out."""
     hops = hops_at(here, call)
-    if hops and plays_all_ranks():
+    if not hops:
+        return None
+    if plays_all_ranks():
         raise NotServed(
             "experts of other devices are others on every rank, and LocalTensors run one program for all",
             at=call.source,
             advice="autopar.testing.on_threads or on_processes",
         )
-    given = {name: kwargs[name] for name in _TENSORS if kwargs.get(name) is not None}
+    given = {name: kwargs[name] for name in (*_TENSORS, "more") if kwargs.get(name) is not None}
     biases = "up_bias" in given, "down_bias" in given
-    setup = Setup(kwargs["body"], _chunk(here, call, hops), kwargs.get("transposed", False), biases, hops)
+    behind = kwargs.get("behind", "")
+    setup = Setup(kwargs["body"], _chunk(here, call, hops), kwargs.get("transposed", False), biases, hops, behind)
     return experts_on_device, {**given, "setup": setup.text()}
 
 
@@ -238,10 +283,11 @@ def _of_visits(nbytes: float) -> Callable[[LargestShapes, int], float]:
     return lambda parts, n: nbytes * n
 
 
-def products(call: OpCall, here: Here) -> tuple[Sequence[Sizes], Sequence[Sizes]]:
-    """The matrix products of a device, in forward and in backward.
+def kernels(call: OpCall, here: Here) -> Kernels:
+    """The matrix products of a device, in forward and in backward, and what else it reads and writes.
 
-    The fullest device has more rows than the mean where experts are divided.
+    Backward makes results again where something stands behind them. The fullest device has more rows than the mean
+    where experts are divided.
     """
     hops = hops_at(here, call)
     up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
@@ -251,7 +297,13 @@ def products(call: OpCall, here: Here) -> tuple[Sequence[Sizes], Sequence[Sizes]
     rows = _pairs(here, call, hops) * (call.arguments.get("imbalance", 1.1) if hops else 1.0) / up[0]
     e = up[0]
     back = [(e, rows, inner, h), (e, inner, h, rows), (e, rows, h, width), (e, width, h, rows)]
-    return [(e, rows, width, h), (e, rows, h, inner)], back
+    if call.arguments.get("behind"):
+        back.append((e, rows, h, inner))
+    # Rows are gathered, go through the body, and are added to sums slot by slot; backward does each of it twice.
+    item = call.arguments["input"].itemsize
+    body = 2 * width + (inner if width > inner else 0)
+    passed = e * rows * ((2 * h + body + 4 * h) * item + 2 * h * max(4, item))
+    return Kernels([(e, rows, width, h), (e, rows, h, inner)], back, passed)
 
 
 def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
@@ -271,7 +323,7 @@ def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
-    """Temporary bytes in forward and in backward, beyond results and gradients: of the fullest of some moments.
+    """Temporary bytes in forward and in backward, beyond results and gradients, at the fullest moment.
 
     A chunk has the pairs of a balanced router and some more, so that no routing takes more.
     """
@@ -285,7 +337,7 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     h = input.shape[1]
     wide = max(4, input.itemsize, weights.itemsize) * h  # bytes of a row of a sum
     pairs = _chunk(here, call, hops)
-    places = pairs * _INTEGERS * 8
+    places = pairs * LIMITS.integers * 8
     rows = (travelling or [held[0][0]])[-1]
     sums = rows * wide + rows * (2 * row + wide)  # a sum, and what is added to it
     pair = input.itemsize * pairs
@@ -293,7 +345,9 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     forward = places + rows * wide + max(pair * h + copied, pair * 2 * one + copied, pair * (one + h), pair * h + sums)
     of_up, of_down = (math.prod(shape) * input.itemsize for shape in (up, down))
     made = held[0][0] * row + of_up + of_down
+    behind = 6 * h if call.arguments.get("behind") else 0  # Results, their gradients, and as many inside a norm.
     moments = (
+        pair * (two + one + behind),  # the backward of what stands behind
         pair * (h + two + 3 * one) + of_down,  # the body's backward
         pair * (h + two) + of_down + of_up,
         pair * h + of_down + of_up + sums,
@@ -305,23 +359,20 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     )
 
 
-_INTEGERS = 7  # tensors of an integer a pair that say where pairs stand
-
-
 op(
     "experts",
     experts_by_text,
-    "input:T, ids:T, weights:T, up:T, down:T, up_bias:T=None, down_bias:T=None, body='', layout='gate|up', "
-    "transposed=False, imbalance=1.1",
+    "input:T, ids:T, weights:T, up:T, down:T, up_bias:T=None, down_bias:T=None, more:T=(), body='', behind='', "
+    "layout='gate|up', transposed=False, imbalance=1.1",
     rule=rule,
     serves="~&",
     form=part_of_experts,
     counts="e",
     exchanges=exchanged,
-    keeps="input ids weights up down up_bias down_bias",
+    keeps="input ids weights up down up_bias down_bias more",
     part_keeps=kept_beside,
     part_work=work_of_part,
     flops=(6, "e|up|two"),  # Those of a gated body; `products` says what a call has.
-    products=products,
+    products=kernels,
     joint=True,
 )

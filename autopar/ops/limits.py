@@ -12,6 +12,8 @@ class Limits:
     # Rows of a round, and pairs of a chunk, over those of a router that loads all experts alike. A router that is a
     # quarter off still needs one round. Chosen.
     spare: float = 1.25
+    # Tensors of an integer for each pair of a row and an expert, which say where pairs stand. Counted.
+    integers: int = 7
 
 
 LIMITS = Limits()

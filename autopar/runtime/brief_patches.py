@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.nn.utils.parametrize as parametrize
 import torch.utils.checkpoint as checkpoints
 from torch import Tensor, nn
 from torch.distributions.gamma import Gamma
@@ -241,6 +242,18 @@ def outside_randomness(replacing: ReplacingByName) -> Iterator[None]:
                 if callable(value) and not isinstance(value, type) and name not in about_state:
                     stack.enter_context(patched(owner, name, replacing(f"{owner.__name__}.{name}", value)))
         yield
+
+
+def parametrizations_write_nothing() -> contextlib.AbstractContextManager[None]:
+    """Let a parametrization that forward registers not set its tensor to itself, which would be a write.
+
+    Private: `torch.nn.utils.parametrize._maybe_set`, torch 2.11 to 2.14.
+    """
+
+    def replacing(original: Any) -> Any:
+        return lambda dest, src: None if dest is src else original(dest, src)
+
+    return patched(parametrize, "_maybe_set", replacing(parametrize._maybe_set))
 
 
 def transformers_look_at_masks() -> contextlib.AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """Experts: each row goes through some of several networks, and the results are added up with weights.
 
-    out[t] = sum over slots j of weights[t, j] * down(body(up(x[t])))        with the matrices of expert ids[t, j]
+    out[t] = sum over slots j of weights[t, j] * behind(down(body(up(x[t]))))    with the matrices of expert ids[t, j]
 
 Rows are sorted by expert, and each expert multiplies its group. Where devices hold experts of their own, rows travel:
 
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.runtime.bodies import gradient_of_body, run_body
+from autopar.runtime.bodies import gradients_of_body, reads_of, run_body
 from autopar.runtime.collectives import Axis
 from autopar.runtime.grouped import gradient_by_groups, product_by_groups
 from autopar.runtime.visits import Hop, Way, Wire
@@ -44,16 +44,17 @@ class Setup:
     transposed: bool = False  # matrices lie as [experts, in, out]
     biases: tuple[bool, bool] = (False, False)  # whether the first and the last matrices have biases
     hops: tuple[Hop, ...] = ()
+    behind: str = ""  # a body that each result goes through before it is weighted, or ""
 
     def text(self) -> str:
-        return json.dumps([self.body, self.chunk, self.transposed, self.biases, self.hops])
+        return json.dumps([self.body, self.chunk, self.transposed, self.biases, self.hops, self.behind])
 
     @staticmethod
     @functools.cache
     def of(text: str) -> Setup:
         """The setup that `text` says."""
-        body, chunk, transposed, biases, hops = json.loads(text)
-        return Setup(body, chunk, transposed, tuple(biases), tuple(Hop(*hop) for hop in hops))
+        body, chunk, transposed, biases, hops, behind = json.loads(text)
+        return Setup(body, chunk, transposed, tuple(biases), tuple(Hop(*hop) for hop in hops), behind)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -74,6 +75,10 @@ class Setup:
         more = iter(tensors[5:])
         return [*tensors[:5], *(next(more) if has else None for has in self.biases)]
 
+    def more(self, tensors: Sequence[T]) -> Sequence[T]:
+        """The tensors of a call that bodies read besides rows."""
+        return tensors[5 + sum(self.biases) :]
+
 
 @dataclass(slots=True, eq=False)
 class _Matrices:
@@ -83,6 +88,7 @@ class _Matrices:
     down: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
+    more: Sequence[Tensor]  # tensors that bodies read besides rows: first those of the body, then those of behind
     setup: Setup
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -91,6 +97,32 @@ class _Matrices:
         made = product_by_groups(rows, self.up, ends, not self.setup.transposed)
         return made if self.up_bias is None else made + self.up_bias[experts]
 
+    def results(self, hidden: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        """The products of hidden rows and the last matrices."""
+        made = product_by_groups(hidden, self.down, ends, not self.setup.transposed)
+        return made if self.down_bias is None else made + self.down_bias[experts]
+
+    def places(self, body: str) -> range:
+        """The places of what a body reads besides rows."""
+        first = reads_of(self.setup.body)
+        return range(first) if body == self.setup.body else range(first, len(self.more))
+
+    def run(self, body: str, rows: Tensor) -> Tensor:
+        return run_body(body)(rows, *(self.more[i] for i in self.places(body)))
+
+    def back(self, body: str, rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+        """The gradient of a body's rows; those of what it reads besides are added to the others."""
+        places = self.places(body)
+        if places:  # Rows of no expert are arbitrary, and must not be summed with the others.
+            is_there = _are_there(rows, ends)
+            other = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
+            rows = torch.where(is_there, rows, other)
+            gradient = torch.where(is_there, gradient, 0)
+        of_rows, *of_more = gradients_of_body(body, rows, [self.more[i] for i in places], gradient)
+        for i, found in zip(places, of_more, strict=True):
+            self.add(f"more {i}", found.to(_wide(found)))
+        return of_rows
+
     def add(self, name: str, gradient: Tensor) -> None:
         self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
 
@@ -98,14 +130,21 @@ class _Matrices:
         """Add the sums of each expert's rows to the gradient of a bias, if there is one."""
         bias: Tensor | None = getattr(self, name)
         if bias is not None:
-            is_there = torch.arange(gradient.shape[0], device=gradient.device) < ends[-1]
+            own = torch.where(_are_there(gradient, ends), gradient, 0)
             summed = torch.zeros(bias.shape, dtype=_wide(bias), device=bias.device)
-            self.add(name, summed.index_add_(0, experts, torch.where(is_there[:, None], gradient, 0).to(summed.dtype)))
+            self.add(name, summed.index_add_(0, experts, own.to(summed.dtype)))
 
-    def gradient(self, name: str) -> Tensor | None:
-        of = getattr(self, name)
-        found = None if of is None else self.gradients.get(name)
-        return found.to(of.dtype) if found is not None else None if of is None else torch.zeros_like(of)
+    def all_gradients(self) -> list[Tensor]:
+        """Gradients of the matrices, of the biases that there are, and of what bodies read besides rows."""
+        of = {name: getattr(self, name) for name in ("up", "down", "up_bias", "down_bias")}
+        of.update((f"more {i}", x) for i, x in enumerate(self.more))
+        found = {name: self.gradients.get(name, torch.zeros_like(x)) for name, x in of.items() if x is not None}
+        return [gradient.to(of[name].dtype) for name, gradient in found.items()]
+
+
+def _are_there(rows: Tensor, ends: Tensor) -> Tensor:
+    """Whether each of some pairs, in the order of experts, has an expert here."""
+    return (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
 
 
 @dataclass(slots=True)
@@ -151,11 +190,11 @@ class _Sorted:
         """Add what was made of some pairs to their rows, slot by slot, as atomic sums have no order."""
         for j in range(self.slots):
             place, is_there = self.slot(j, first, last)
-            share = torch.where(is_there[:, None], made[place], 0)  # rows of no expert are arbitrary
+            share = made[place].masked_fill_(~is_there[:, None], 0)  # rows of no expert are arbitrary
             if weights is None:
                 out.add_(share)
             else:
-                out.addcmul_(share.to(out.dtype), weights[:, j, None].to(out.dtype))
+                out.addcmul_(share, weights[:, j, None])
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:
@@ -183,12 +222,12 @@ def _computed(rows: _Rows, of: _Matrices, is_whole: bool, keep: _Kept | None) ->
         before = of.hidden(rows.x[places], experts, ends)
         if keep is not None and first == 0:
             keep.before = before
-        hidden = run_body(of.setup.body)(before)
+        hidden = of.run(of.setup.body, before)
         del before
-        made = product_by_groups(hidden, of.down, ends, not of.setup.transposed)
+        made = of.results(hidden, experts, ends)
         del hidden
-        if of.down_bias is not None:
-            made = made + of.down_bias[experts]
+        if of.setup.behind:
+            made = of.run(of.setup.behind, made)
         pairs.add_to(out, made, first, last, rows.weights)
     return out.to(rows.x.dtype)
 
@@ -208,20 +247,31 @@ def _computed_back(
     for first, last in pairs.chunks(of.setup.chunk):
         places, experts, ends = pairs.of(first, last)
         given = x[places]
-        before = kept.before[: last - first] if kept and kept.before is not None and first == 0 else of.hidden(given, experts, ends)
-        hidden = run_body(of.setup.body)(before)
+        before = (
+            kept.before[: last - first]
+            if kept and kept.before is not None and first == 0
+            else of.hidden(given, experts, ends)
+        )
+        hidden = of.run(of.setup.body, before)
         comes = gradient[places]
-        of_hidden = product_by_groups(comes, of.down, ends, transposed)  # without weights so far
-        of_share = torch.bmm(of_hidden[:, None], hidden[..., None])[:, 0]
-        if of.down_bias is not None:
-            of_share = of_share + torch.bmm(comes[:, None], of.down_bias[experts][..., None])[:, 0]
         share = weights.flatten()[pairs.order[first:last], None]
-        torch.mul(comes, share, out=comes)
+        if of.setup.behind:
+            made = of.results(hidden, experts, ends)
+            of_share = _dots(comes, of.run(of.setup.behind, made))
+            comes = of.back(of.setup.behind, made, torch.mul(comes, share, out=comes), ends)
+            del made
+            of_hidden = product_by_groups(comes, of.down, ends, transposed)
+        else:  # The product without weights gives their gradients, too.
+            of_hidden = product_by_groups(comes, of.down, ends, transposed)
+            of_share = _dots(of_hidden, hidden)
+            if of.down_bias is not None:
+                of_share = of_share + _dots(comes, of.down_bias[experts])
+            torch.mul(of_hidden, share, out=of_hidden)
+            torch.mul(comes, share, out=comes)
         of.add("down", _laid_out(comes, hidden, ends, transposed))
         of.add_bias("down_bias", comes, experts, ends)
         del hidden, comes
-        torch.mul(of_hidden, share, out=of_hidden)
-        of_before = gradient_of_body(of.setup.body, before, of_hidden)
+        of_before = of.back(of.setup.body, before, of_hidden, ends)
         del before, of_hidden
         of.add("up", _laid_out(of_before, given, ends, transposed))
         of.add_bias("up_bias", of_before, experts, ends)
@@ -231,8 +281,13 @@ def _computed_back(
         pairs.add_to(of_x, back, first, last)
         for j in range(pairs.slots):
             place, is_there = pairs.slot(j, first, last)
-            of_weights[:, j] += torch.where(is_there, of_share[place, 0], 0)
+            of_weights[:, j] += torch.where(is_there, of_share[place], 0)
     return of_x.to(x.dtype), of_weights.to(weights.dtype)
+
+
+def _dots(one: Tensor, other: Tensor) -> Tensor:
+    """The scalar product of each pair of rows."""
+    return torch.bmm(one[:, None], other[..., None])[:, 0, 0]
 
 
 def _laid_out(of_result: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> Tensor:
@@ -314,7 +369,7 @@ class _Device:
 def experts_forward(tensors: Sequence[Tensor], axes: Sequence[Axis], setup: str) -> tuple[Tensor, Tensor, Tensor]:
     """The result of a device's rows, and what backward gets of the first round.
 
-    `tensors` are rows, ids, weights, both matrices, and the biases that there are.
+    `tensors` are rows, ids, weights, both matrices, the biases that there are, and what bodies read besides rows.
     """
     how = Setup.of(setup)
     x, ids, weights, up, *_ = tensors
@@ -327,19 +382,19 @@ def experts_forward(tensors: Sequence[Tensor], axes: Sequence[Axis], setup: str)
 def experts_backward(
     tensors: Sequence[Tensor], axes: Sequence[Axis], kept: Sequence[Tensor], gradient: Tensor, setup: str
 ) -> list[Tensor]:
-    """Gradients of rows, weights, matrices, and of the biases that there are."""
+    """Gradients of all tensors but ids."""
     how = Setup.of(setup)
     device = _device(tensors, axes, how)
     x, ids, weights, *_ = tensors
     found = device.backward(_Rows(x, ids, weights), gradient, how.hops, _Kept(*kept))
-    of_matrices = map(device.of.gradient, ("up", "down", "up_bias", "down_bias"))
-    return [*found, *(g for g in of_matrices if g is not None)]
+    return [*found, *device.of.all_gradients()]
 
 
 def _device(tensors: Sequence[Tensor], axes: Sequence[Axis], how: Setup) -> _Device:
     up, down, up_bias, down_bias = how.named(tensors)[3:]
     assert up is not None and down is not None
-    return _Device(_Matrices(up, down, up_bias, down_bias, how), {axis.name: axis for axis in axes})
+    of = _Matrices(up, down, up_bias, down_bias, how.more(tensors), how)
+    return _Device(of, {axis.name: axis for axis in axes})
 
 
 @torch.library.custom_op("autopar::experts", mutates_args=())

@@ -120,10 +120,13 @@ class OpSeconds:
                 batch, m, n, k = np.array(sizes, float).T
                 moved = itemsize * batch * (m * n + n * k + m * k)
                 matrices = Matrices(batch, m, n, k)
-                yield Kernel((), chosen.outputs[0].dtype, 2 * batch * m * n * k, moved, moved, is_product=True,
-                             matrices=matrices)  # fmt: skip
+                yield Kernel(("grouped_mm",), chosen.outputs[0].dtype, 2 * batch * m * n * k, moved, moved,
+                             is_product=True, matrices=matrices)  # fmt: skip
 
-        return Kernels(list(kernels(0)), beside=[(1, kernel) for kernel in kernels(1)] if chosen.trained else ())
+        passed = np.array([of.passed for of in by_choice], float)
+        passes = Kernel((), chosen.outputs[0].dtype, passed / itemsize, passed, passed)
+        back = [*((1, kernel) for kernel in kernels(1)), (2, passes)]
+        return Kernels([*kernels(0), passes], beside=back if chosen.trained else ())
 
     def _weights_of(self, chosen: Chosen) -> Sequence[tuple[int, Kernel]]:
         """The pass in which a norm's backward sums the gradients of its weights; none for other ops.

@@ -168,6 +168,18 @@ def _hidden_of_experts(node: fx.Node, parts: int) -> Iterator[tuple[str | None, 
     yield _parameter(k.get("down_bias")), "P(sum)"  # added to the sum, by one device
 
 
+def _parameters(value: Any) -> Iterator[str]:
+    """The parameters of its own shape that a value is made of: a matrix, to which adapters add something."""
+    if not is_value(value):
+        return
+    if info(value).kind == "op":
+        for operand in value.all_input_nodes:
+            if type_of(operand).shape == type_of(value).shape:
+                yield from _parameters(operand)
+    elif info(value).kind == "parameter":
+        yield info(value).key
+
+
 def by_experts(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, tuple[str, ...]]:
     """The cuts of parameters of experts if each device along these axes has experts of its own."""
     parts = math.prod(mesh.shape[a] for a in axes)
@@ -179,7 +191,7 @@ def by_experts(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str,
             if not every_part_holds_something(experts, [mesh.shape[a] for a in axes]):
                 raise BadPreset(f"{parts} devices cannot share {experts} experts", at=info(node).source)
             for value in (k["up"], k["down"], k.get("up_bias"), k.get("down_bias")):
-                if (name := _parameter(value)) is not None:
+                for name in _parameters(value):
                     found[name] = tuple(f"S(0)@{mesh.axes[a]}" for a in axes)
     if not found:
         raise BadPreset(f"parallel says experts={parts}, and the model has no experts that are parameters")

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from autopar.graph.graph import stops_gradients, type_of
 from autopar.graph.walks import origin
-from autopar.ops.experts import WHOLE
-from autopar.runtime.bodies import HALVES, ONE, NotABody, read_body
+from autopar.runtime.bodies import HALVES, ONE, WHOLE, NotABody, read_body
 from autopar.tracer.choices import Choice, Kept
 from autopar.tracer.expert_values import Place, Value
 from autopar.tracer.named_dims import Atom, Dims, Unread, flat, size_of, without

@@ -75,7 +75,9 @@ def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     if recorder.assumptions.declared.no_padding:
         yield brief_patches.transformers_look_at_masks()
     yield brief_patches.transformers_cache_nothing()
-    yield brief_patches.transformers_experts(experts_of_transformers)
+    yield brief_patches.parametrizations_write_nothing()
+    lines = recorder.assumptions.lines
+    yield brief_patches.transformers_experts(lambda original: experts_of_transformers(original, lines))
     yield assumed_imbalance(recorder.assumptions.declared.imbalance)
     what = "seeds or sets torch's generator inside forward"
     advice = "seeding outside the model"

@@ -1,4 +1,4 @@
-"""Experts of Hugging Face as they are built: grouped products, of parts of any width."""
+"""Experts of transformers as one op a layer, and grouped products of parts of any width."""
 
 from __future__ import annotations
 
@@ -7,77 +7,113 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 import autopar
 from autopar import DeviceMesh
-from autopar.letters import NotCaptured
+from autopar.graph.nodes import op_name
+from autopar.letters import NotCaptured, NotServed
 from autopar.ops.products import grouped_mm
 from autopar.testing import Equality
+from autopar.tracer import ColoTracer
 from tests.random_plans import random_plan
 from tests.training import whole
+from tests.zoo.experts import FAMILIES, IMPLEMENTATIONS, batch_of, layers_of_experts
 
-SIZE = dict(
-    vocab_size=32,
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    intermediate_size=24,
-    max_position_embeddings=16,
-    head_dim=8,
-    use_cache=False,
-)
-FEW = dict(num_experts=4, num_experts_per_tok=2)
-FAMILIES = {
-    "Mixtral": dict(num_local_experts=4),
-    "Qwen3Moe": dict(moe_intermediate_size=16, **FEW),
-    "Olmoe": FEW,
-    "GptOss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
-    "DeepseekV3": dict(
-        n_routed_experts=4,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        first_k_dense_replace=0,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        n_shared_experts=1,
-    ),
-}
-IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))
-BATCH = {"input_ids": IDS, "labels": IDS}
+DAILY = [family for family in FAMILIES.values() if family.is_daily]
+NIGHTLY = [family for family in FAMILIES.values() if not family.is_daily]
 
 
-def built(family: str, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZE | FAMILIES[family])
-    return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
-
-
-def step(model):
-    loss = model(**BATCH).loss
+def step(model, batch):
+    """The loss and the gradients of a step; without labels there is a loss of outputs."""
+    found = model(**batch)
+    loss = found["loss"] if "labels" in batch else found[0].sin().sum()
     loss.backward()
-    found = {n: whole(p.grad).float() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach().float(), **found}
+    gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": whole(loss.detach()), **gradients}
+
+
+def experts_in(graph) -> int:
+    return sum(op_name(node) == "experts" for node in graph.nodes)
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((name, torch.float32) for name in FAMILIES), ("Mixtral", torch.bfloat16)], ids=str
+    "family", [*DAILY, *(pytest.param(f, marks=pytest.mark.nightly) for f in NIGHTLY)], ids=lambda f: f.name
 )
-def test_a_family_runs_as_it_is_built(family, dtype):
-    expected = step(built(family, dtype))
-    found = step(autopar.autoparallelize(built(family, dtype), BATCH, mesh=1))
+def test_a_family_is_captured_alike_and_trains_as_eager(family):
+    """Whatever implementation is set, each layer of experts is one op."""
+    model = family.build()
+    batch = batch_of(model)
+    expected = step(copy.deepcopy(model), batch)
+    graphs = []
+    for implementation in IMPLEMENTATIONS:
+        model.config._experts_implementation = implementation
+        graphs.append(ColoTracer().trace(model, batch))
+    assert len({graph.digest for graph in graphs}) == 1
+    assert experts_in(graphs[0]) == layers_of_experts(model) > 0
+    found = step(autopar.autoparallelize(model, batch, mesh=1), batch)
+    Equality.in_float64(family.name, found, expected, 1e-6 if family.rounded else 1e-9).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_runs_as_it_is_built(dtype):
+    model = FAMILIES["Mixtral"].build("grouped_mm", dtype)
+    batch = batch_of(model)
+    expected = step(copy.deepcopy(model), batch)
+    found = step(autopar.autoparallelize(model, batch, mesh=1), batch)
     for name, value in expected.items():
         bound = (1e-5 if dtype == torch.float32 else 2e-2) * max(value.abs().max().item(), 1e-2)
         torch.testing.assert_close(
             found[name], value, rtol=0, atol=bound, msg=lambda said, name=name: f"{name}: {said}"
         )
+
+
+def with_gate(model: nn.Module, gate):
+    """The model, whose experts have a gate of their own, and a parameter that it may read."""
+    experts = next(module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
+    experts.slope = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+    experts.__class__ = type("Own", (type(experts),), {"_apply_gate": gate})
+    return model
+
+
+def learned(self, rows):
+    gate, other = rows.chunk(2, -1)
+    return torch.sigmoid(self.slope * gate) * other
+
+
+def asking(self, rows):
+    gate, other = rows.chunk(2, -1)
+    return (gate if rows.numel() == 0 else torch.relu(gate)) * other
+
+
+def test_a_gate_that_reads_a_parameter():
+    model = with_gate(FAMILIES["Mixtral"].build("batched_mm"), learned)  # its eager experts do not call their gate
+    batch = batch_of(model)
+    expected = step(copy.deepcopy(model), batch)
+    assert any(name.endswith("slope") for name in expected)
+    assert experts_in(ColoTracer().trace(model, batch)) == 1
+    Equality.in_float64("slope", step(autopar.autoparallelize(model, batch, mesh=1), batch), expected, 1e-9).check()
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "eager"])
+def test_a_gate_that_is_no_body_runs_as_transformers_writes_it(implementation):
+    model = with_gate(FAMILIES["Mixtral"].build(implementation), asking)
+    batch = batch_of(model)
+    expected = step(copy.deepcopy(model), batch)
+    plan = autopar.plan(model, batch, mesh=1)
+    assert "experts" not in [decision.op for decision in plan.decisions.values()]
+    assert "Own runs as transformers writes it" in str(plan)
+    found = step(autopar.autoparallelize(model, batch, plan=plan), batch)
+    Equality.in_float64("as written", found, expected, 1e-9).check()
+
+
+def test_experts_that_transformers_divides_are_a_letter():
+    model = FAMILIES["Mixtral"].build()
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            module._is_expert_parallel = True
+    with pytest.raises(NotServed, match="transformers divides MixtralExperts itself"):
+        ColoTracer().trace(model, batch_of(model))
 
 
 class Experts(nn.Module):
@@ -135,9 +171,9 @@ def test_a_grouped_product_of_any_width(inner, width, is_turned, dtype):
     assert found.is_contiguous()
 
 
-def test_in_float64_where_eager_fails_it_is_a_letter():
-    model = built("Mixtral", torch.float64)
+def test_a_grouped_product_in_float64_where_eager_fails_is_a_letter():
+    model, batch = Experts().double(), {"x": torch.randn(8, 24).double(), "ends": torch.tensor([3, 3, 8]).int()}
     with pytest.raises(RuntimeError, match=r"Expected .*Float32, BFloat16 or Float16"):
-        model(**BATCH)
+        model(**batch)
     with pytest.raises(NotCaptured, match="Expected Float32, BFloat16 or Float16"):
-        autopar.autoparallelize(copy.deepcopy(model), BATCH, mesh=1)
+        autopar.autoparallelize(model, batch, mesh=1)

@@ -148,9 +148,7 @@ ZOO: dict[str, Entry] = {
     "hf_opt": decoder("OPT", drop=("intermediate_size", "num_key_value_heads"), ffn_dim=128, word_embed_proj_dim=WIDTH),
     "hf_olmo": decoder("Olmo"),
     "hf_olmo2": decoder("Olmo2"),
-    "hf_mixtral_eager": decoder(
-        "Mixtral", experts="eager", num_local_experts=4, output_router_logits=True, refused="shape of nonzero's result"
-    ),
+    "hf_mixtral_eager": decoder("Mixtral", experts="eager", num_local_experts=4, output_router_logits=True),
     **mixture("Mixtral", num_local_experts=4, output_router_logits=True),
     **mixture("Qwen3Moe", **QWEN_MOE),
     **mixture("DeepseekV3", **DEEPSEEK),
