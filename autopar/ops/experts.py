@@ -46,6 +46,11 @@ def assumed_imbalance(factor: float) -> Iterator[None]:
         _IMBALANCE.reset(token)
 
 
+def imbalance_here() -> float:
+    """The imbalance for which experts are priced here."""
+    return _IMBALANCE.get()
+
+
 def experts(
     input: Tensor,
     ids: Tensor,

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from autopar.graph.calls import Call, as_call, leaf_names, learn_dataclasses, output_names, without_caches
 from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.letters import NotCaptured
+from autopar.ops.experts import assumed_imbalance
 from autopar.runtime.brief_patches import fake_errors_told_once
 from autopar.runtime.private import TRACING, clean_room
 from autopar.tracer.fakes import Fakes, sharing
@@ -113,7 +114,8 @@ def _capture(call: ModelCall, assume: Assume, keeps: frozenset[str] = frozenset(
                 graph = _run(call, recorder)
         finally:
             made = recorder.close()
-        graph = canonicalise(graph)
+        with assumed_imbalance(assume.imbalance):
+            graph = canonicalise(graph)
         graph = dataclasses.replace(graph, unread=unread_by(graph, call.root), idle=tuple(recorder.hooks.idle))
         refuse_detached(recorder)
         refuse_trained_values_under_a_mask(graph)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from autopar.tracer.recorder import Recorder
 
 
+OF_CHOSEN_ROWS = "rows that a mask chooses"  # how assumptions about them begin
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
     """A mask whose true elements choose, with the function and the line that asked for them."""
@@ -130,7 +133,7 @@ class ChosenRows:
         """The mask of what is true in a tensor now; called while recording."""
         tensor = given.clone() if given.dtype == torch.bool else given != 0
         tensor = self.rounds.only_hit(tensor)
-        said = "rows that a mask chooses stay where they are: what is done with them is done with every row"
+        said = f"{OF_CHOSEN_ROWS} stay where they are: what is done with them is done with every row"
         self.recorder.assumptions.add(said)
         return Mask(tensor, self.recorder.node(tensor), by, source())
 
@@ -163,7 +166,7 @@ class Count(torch.SymInt):
         """No, for the question whether there are fewer rows than `least`; others raise."""
         if type(other) is not int or other != least:
             raise self.letter()
-        self.chosen.recorder.assumptions.add("rows that a mask chooses are computed, also where there are none")
+        self.chosen.recorder.assumptions.add(f"{OF_CHOSEN_ROWS} are computed, also where there are none")
         return False
 
     def letter(self, *_: Any) -> NotCaptured:

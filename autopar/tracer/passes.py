@@ -16,6 +16,7 @@ from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.graph.verify import verify
 from autopar.passes import run_passes
 from autopar.tracer.composites import composites_are_opened
+from autopar.tracer.fold_experts import loops_over_experts_are_folded, without_folded
 from autopar.tracer.indexing import assignments_are_spelled_out, indexing_is_spelled_out
 from autopar.tracer.losses import cross_entropy_counts_its_targets, losses_are_means, means_are_sums
 from autopar.tracer.rewriting import emit, forward_past, rewriting
@@ -215,6 +216,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     losses_are_means,
     cross_entropy_counts_its_targets,
     means_are_sums,
+    loops_over_experts_are_folded,
     drop_dead,
     random_ops_are_numbered,
     one_name_per_fan_out,
@@ -225,4 +227,4 @@ def canonicalise(graph: Graph) -> Graph:
     """Run the passes; the graph is verified after each."""
     run_passes("graph", PASSES, graph, verify)
     graph.fx.__dict__.pop("_autopar_keys", None)
-    return graph
+    return without_folded(graph)
