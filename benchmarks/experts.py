@@ -103,8 +103,8 @@ def table() -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-# Steps that were published, as they ran: model, GPU, mesh, micro-batch of a GPU, length, micro-batches, what is parallel,
-# seconds. NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, 26.02.01; pytorch/torchtitan#3816 (16B DeepSeek).
+# Steps that were published, as they ran: model, GPU, mesh, micro-batch of a GPU, length, micro-batches, what is
+# parallel, seconds. NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, 26.02.01; pytorch/torchtitan#3816 (16B DeepSeek).
 OSS = dict(zero=1, size=64)
 RAN = [
     ("gpt-oss-120b", "gb300-72x1", (64,), 4, 4096, 5, {"experts": 64, "data": OSS}, 4.2301),

@@ -39,13 +39,8 @@ def _gradients_of_matrices(change: Callable[[torch.Tensor], torch.Tensor]) -> Ca
     """Change the gradients of experts on the device that has them."""
 
     def plant(patch: Patch) -> None:
-        old = experts._Matrices.gradient
-
-        def gradient(self: Any, name: str) -> torch.Tensor | None:
-            found = old(self, name)
-            return None if found is None else change(found)
-
-        patch.setattr(experts._Matrices, "gradient", gradient)
+        old = experts._Matrices.all_gradients
+        patch.setattr(experts._Matrices, "all_gradients", lambda self: list(map(change, old(self))))
 
     return plant
 
