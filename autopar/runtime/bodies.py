@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from autopar.runtime.private import TRACING
+from autopar.runtime.private import TRACING, settle_fake_modes
 
 # layouts of the columns of rows, in the notation of rules: two halves, pairs, or all of one kind
 HALVES = "gate|up"
@@ -65,6 +65,7 @@ def read_body(
 
 
 def _in_a_thread(make: Callable[[], T]) -> T:
+    settle_fake_modes()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(make).result()
 

@@ -170,6 +170,15 @@ def unwatched() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def settle_fake_modes() -> None:
+    """Enter a fake mode in this thread before another thread does so.
+
+    Torch 2.11 made for CUDA crashes where the first thread in a fake mode ends.
+    """
+    with FakeTensorMode():
+        pass
+
+
 class ThreadedRanks:
     """A world whose ranks are threads."""
 
@@ -177,8 +186,7 @@ class ThreadedRanks:
         from torch.testing._internal.distributed import multi_threaded_pg as threaded  # slow, and tests' alone
 
         self._threaded = threaded
-        with FakeTensorMode():  # torch 2.11 made for CUDA ends in a crash where the first thread in a fake mode ends
-            pass
+        settle_fake_modes()
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         threaded._install_threaded_pg()
         return self
