@@ -104,7 +104,8 @@ def table() -> None:
 
 
 # Steps that were published, as they ran: model, GPU, mesh, micro-batch of a GPU, length, micro-batches, what is
-# parallel, seconds. NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, 26.02.01; pytorch/torchtitan#3816 (16B DeepSeek).
+# parallel, seconds. NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, 26.02.01; pytorch/torchtitan#3816, a
+# DeepSeek of 16B.
 OSS = dict(zero=1, size=64)
 RAN = [
     ("gpt-oss-120b", "gb300-72x1", (64,), 4, 4096, 5, {"experts": 64, "data": OSS}, 4.2301),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.certificate.calls import TypedCall, rule
+from autopar.certificate.calls import TypedCall, rule, unknown
 from autopar.certificate.elementwise import elementwise
-from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, plain
+from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, plain, size
 
 _NONE: frozenset[str] = frozenset()
 
@@ -92,7 +92,16 @@ def _any(call: TypedCall) -> Type:
     return Type(dims, open=x.open).opened((axes & frozenset(axes_of(x.dims))) | x.sums | x.most)
 
 
-@rule("_softmax.default", "_log_softmax.default", "_safe_softmax.default")
+@rule("_safe_softmax.default")
+def _safe_softmax(call: TypedCall) -> Type:
+    """A softmax of an attention, around which views do not tell a single row from its sum."""
+    if any(size(dim) == 1 and axes_of([dim]) for dim in call.args[0].dims):
+        made: Type = unknown(call)
+        return made
+    return _softmax(call)
+
+
+@rule("_softmax.default", "_log_softmax.default")
 def _softmax(call: TypedCall) -> Type:
     x, d = call.args[:2]
     if x.sums | x.most:

@@ -18,8 +18,8 @@ from autopar.request import Request
 from autopar.search import plan_of
 from autopar.tracer import ColoTracer
 from tests.certificate.made import broken
-from tests.equality.test_travelling import ROWS as ROWS_GIVEN
-from tests.equality.test_travelling import WIDTH, I, M, Routed, T, planned, scores
+from tests.routed import ROWS as ROWS_GIVEN
+from tests.routed import WIDTH, I, M, Routed, T, planned, scores
 from tests.shares import one_in
 from tests.zoo.experts import FAMILIES, VOCABULARY
 

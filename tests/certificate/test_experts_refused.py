@@ -20,12 +20,12 @@ from autopar.runtime.experts import Setup, experts_backward, experts_forward
 from autopar.runtime.rehearsal import Rehearsal
 from autopar.runtime.visits import Hop
 from autopar.tracer import ColoTracer
+from tests.certificate.claims import AXIS, combined
 from tests.certificate.made import broken
-from tests.certificate.test_rule_claims import AXIS, combined
-from tests.equality.test_travelling import E, I, M, T
 from tests.gauntlet import models
 from tests.gauntlet.suites import FOUR, drawn, routed_plan
 from tests.gauntlet.suites import made as made_in_float64
+from tests.routed import E, I, M, T
 
 ROWS, SLOTS, WIDTH, EXPERTS, INNER = 8, 2, 6, 4, 4
 FORWARD, BACKWARD = torch.ops.autopar.experts.default, torch.ops.autopar.experts_backward.default

@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.certificate.calls import RULES, TypedCall
 from autopar.certificate.rules import typed
-from autopar.certificate.types import Refused, Type, axes_of, is_free, plain, whole
+from autopar.certificate.types import Refused, Type, is_free, plain, whole
+from tests.certificate.claims import AXIS, DevicesDiffer, combined
 from tests.equality.functions import FUNCTIONS
 from tests.language import drawn, gpt2, llama
 from tests.models import FunctionModel
 from tests.ops.audit import calls_of as calls_of_function
 from tests.ops.audit import table
 
-AXIS, PARTS, TRIED = "a", 2, 80
+PARTS, TRIED = 2, 80
 # they give nothing, or are told the shape of the whole
 _LEFT_OUT = ("empty", "view", "reshape", "expand", "zeros", "ones", "full", "slice", "select", "narrow")
 
@@ -40,10 +41,6 @@ class Calls(TorchDispatchMode):
         if key not in self.found and not is_left_out:
             self.found[key] = function, [copied(x) for x in leaves], spec
         return function(*args, **kwargs)
-
-
-class DevicesDiffer(Exception):
-    pass
 
 
 def copied(x):
@@ -99,23 +96,6 @@ def type_of(local, way):
 
 def says(claim):
     return AXIS not in claim.open and not claim.is_zero and not any(map(is_free, claim.dims))
-
-
-def combined(outputs, claim):
-    """The whole value that a claim says the devices' outputs are of."""
-    if AXIS in claim.sums:
-        return sum(outputs)
-    if AXIS in claim.most:
-        return torch.maximum(*outputs)
-    if AXIS not in axes_of(claim.dims):
-        if not torch.allclose(outputs[0].double(), outputs[1].double(), equal_nan=True):
-            raise DevicesDiffer
-        return outputs[0]
-    (d,) = (d for d, dim in enumerate(claim.dims) if axes_of([dim]))
-    atoms = claim.dims[d]
-    at = next(i for i, (_, axes) in enumerate(atoms) if axes)
-    sizes = [n for n, _ in atoms]
-    return torch.cat([x.unflatten(d, sizes) for x in outputs], d + at).flatten(d, d + len(sizes) - 1)
 
 
 def wrong(function, leaves, spec, chosen):

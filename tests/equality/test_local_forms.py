@@ -135,9 +135,12 @@ CASES |= {f"made: {op}": (op, None, "S(1)" if op != "arange" else "S(0)", beside
 DRAWN = frozenset(op for op, facts in FACTS.items() if facts.draws and "*" in facts.serves)
 
 
+ELSEWHERE = {"experts"}  # test_travelling.py, whose messages are counted in tests/runtime/test_experts.py
+
+
 def test_every_op_that_serves_a_mark_has_a_case():
     """What a form computes on a part is a claim of its own."""
-    assert {op for op, facts in FACTS.items() if facts.serves} == {op for op, *_ in CASES.values()}
+    assert {op for op, facts in FACTS.items() if facts.serves} - ELSEWHERE == {op for op, *_ in CASES.values()}
 
 
 # on two axes planning takes ten times as long: of these some other case has all that they have
@@ -247,7 +250,8 @@ def test_a_form_without_one_of_its_messages_is_noticed(mutant, threads, monkeypa
 def test_every_form_that_sends_messages_has_its_mutants():
     """One for every message of every form, of the call that sends most."""
     sending = {op for op, facts in FACTS.items() if facts.exchanges != (0, 0)}
-    assert sending == {CASES[name][0] for names in OF_FORM.values() for name in names} | {"amin", "batch_norm_updating"}
+    tried = {CASES[name][0] for names in OF_FORM.values() for name in names}
+    assert sending - ELSEWHERE == tried | {"amin", "batch_norm_updating"}
     most = {form: max(map(sent_by, names)) for form, names in OF_FORM.items()}
     assert Counter(form for form, _ in EXCHANGE_MUTANTS.values()) == most
 

@@ -32,12 +32,12 @@ from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.testing import Equality, Unequal, on_processes, on_threads
 from autopar.tracer import ColoTracer
-from tests.equality.test_travelling import E, I, M, T, cut_of
 from tests.gauntlet import models
 from tests.gauntlet.models import Batch, drawn, tokens
 from tests.models import LLAMA_SEQUENCE, Llama, eager_links, lora_case, mlp_case, mlp_pins, on_meta
 from tests.ops.proof import run_all
 from tests.oracle import ByPosition
+from tests.routed import E, I, M, T, cut_of
 from tests.training import whole
 
 Check = Callable[[], None]

@@ -21,7 +21,7 @@ from autopar.space.shardings import shardings
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer
 from benchmarks.memory import Live
-from tests.equality import test_travelling as travelling
+from tests import routed as travelling
 from tests.random_plans import cheapest_at_random, eager_links
 
 

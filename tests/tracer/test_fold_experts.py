@@ -14,8 +14,20 @@ from autopar.graph.graph import Assume, info, op_name
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from autopar.tracer.precision import Precision
-from tests.tracer.loops_over_experts import EXPERTS, HIDDEN, INNER, TOP, WAYS, Expert, Loop, where_and_index_add
-from tests.tracer.test_loops_over_experts import ROUTES, TOKENS, case, run
+from tests.tracer.loops_over_experts import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    ROUTES,
+    TOKENS,
+    TOP,
+    WAYS,
+    Expert,
+    Loop,
+    case,
+    run,
+    where_and_index_add,
+)
 
 
 def traced(model, dtype=torch.float64, assume=None):

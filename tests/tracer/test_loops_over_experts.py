@@ -16,37 +16,16 @@ from autopar.tracer import ColoTracer, passes
 from tests.tracer.loops_over_experts import (
     EXPERTS,
     HIDDEN,
+    ROUTES,
+    TOKENS,
     WAYS,
     Dividing,
-    Expert,
-    Loop,
     Overflowing,
+    case,
+    run,
     where_and_index_add,
     written_under_a_mask,
 )
-
-TOKENS = 12
-ROUTES = {
-    "random": torch.zeros(EXPERTS),
-    "all to one": torch.tensor([0.0, 50.0, 0.0, 0.0]),
-    "one without rows": torch.tensor([0.0, 0.0, -50.0, 0.0]),
-}
-
-
-def run(module, x, push, direction):
-    x = x.detach().clone().requires_grad_()
-    out = module(x=x, push=push)
-    parameters = dict(getattr(module, "model", module).named_parameters())
-    found = torch.autograd.grad(out, [x, *parameters.values()], direction, allow_unused=True)
-    zeros = [torch.zeros_like(t) if g is None else g for g, t in zip(found, [x, *parameters.values()], strict=True)]
-    return {"out": out.detach(), "x": zeros[0], **dict(zip(parameters, zeros[1:], strict=True))}
-
-
-def case(way, expert=Expert):
-    torch.manual_seed(0)
-    model = Loop(way, expert).double()
-    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
-    return model, x, torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("folds", [True, False], ids=["folded", "as captured"])
