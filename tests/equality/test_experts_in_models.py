@@ -49,7 +49,7 @@ CASES = {
     "adapters, zero3": ((2, 2), "zero3", {}),
     "compiled": ((4,), TRAVELS, dict(compile=True)),
 }
-BY_NIGHT = ("half the peak", "compiled", "adapters, zero3", "loss in chunks", "travelling, zero3")
+BY_NIGHT = ("half the peak", "compiled", "adapters, zero3", "loss in chunks", "travelling, zero3", "aux", "travelling")
 
 
 def gradients(model):

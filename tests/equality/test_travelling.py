@@ -16,6 +16,7 @@ from autopar.testing import Equality, on_processes
 from autopar.tracer import ColoTracer
 from tests.random_plans import eager_links
 from tests.routed import EXPERTS, ROUTINGS, ROWS, SLOTS, WIDTH, E, I, M, Routed, T, cut_of, eager, planned, scores
+from tests.shares import diagonal, one_in
 from tests.training import whole
 
 
@@ -34,13 +35,11 @@ def check(threads, model, batch, mesh, cuts):
         Equality.in_float64("experts", found, expected, 1e-12).check()
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(
-    "mesh, cuts",
-    [((4,), (T,)), ((4,), (E,)), ((4,), (M,)), ((4,), (I,)), ((2, 2), (T, M)), ((2, 2), (M, I)), ((2, 2), (M, M)),
-     ((2, 2), (T, E)), ((2, 2), (E, M)), ((2, 2), (M, E))],
-    ids=str,
-)  # fmt: skip
+CUTS = [((4,), (T,)), ((4,), (E,)), ((4,), (M,)), ((4,), (I,)), ((2, 2), (T, M)), ((2, 2), (M, I)), ((2, 2), (M, M)),
+        ((2, 2), (T, E)), ((2, 2), (E, M)), ((2, 2), (M, E))]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh, cuts, routing", diagonal(CUTS, ROUTINGS, 3), ids=str)
 def test_every_cut_of_experts_under_every_routing(mesh, cuts, routing, threads):
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
     check(threads, Routed(), {"x": x.detach(), "scores": scores(routing)}, DeviceMesh(mesh), cuts)
@@ -48,8 +47,8 @@ def test_every_cut_of_experts_under_every_routing(mesh, cuts, routing, threads):
 
 @pytest.mark.parametrize(
     "kind, mesh, cuts",
-    [("behind", (4,), (T,)), ("behind", (4,), (E,)), ("behind", (4,), (M,)), ("behind", (2, 2), (T, M)),
-     ("slope", (4,), (T,)), ("slope", (4,), (I,)), ("slope", (2, 2), (M, I)), ("slope", (2, 2), (E, M))],
+    one_in(2, [("behind", (4,), (T,)), ("behind", (4,), (M,)), ("behind", (4,), (E,)), ("behind", (2, 2), (T, M)),
+               ("slope", (4,), (T,)), ("slope", (4,), (I,)), ("slope", (2, 2), (E, M)), ("slope", (2, 2), (M, I))], 1),
     ids=str,
 )  # fmt: skip
 def test_every_cut_of_experts_that_read_parameters(kind, mesh, cuts, threads):
@@ -84,8 +83,9 @@ def test_what_stands_behind_experts_reads_whole_sums():
     assert I not in {cut_of(choice.strategies[0]) for choice in site.choices}
 
 
-@pytest.mark.parametrize("kind", ["halves", "pairs", "plain"])
-@pytest.mark.parametrize("mesh, cuts", [((4,), (M,)), ((4,), (I,)), ((2, 2), (M, I)), ((2, 2), (T, E))], ids=str)
+@pytest.mark.parametrize(
+    "mesh, cuts, kind", diagonal([CUTS[2], CUTS[3], CUTS[5], CUTS[7]], ["halves", "pairs", "plain"]), ids=str
+)
 def test_biases_and_layouts(mesh, cuts, kind, threads):
     """The bias of the last matrices counts once, whatever is cut."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
