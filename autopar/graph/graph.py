@@ -29,7 +29,7 @@ from autopar.graph.held import Registered, set_at, tensor_of, write_buffers
 from autopar.graph.idle import IdleHook
 from autopar.graph.kept import NotKept
 from autopar.graph.nodes import SHORT, Info, Leaf, TensorType, call_of, fresh_key, info, op_name, run, type_of, typed
-from autopar.letters import BadInput
+from autopar.letters import BadInput, NotServed
 
 __all__ = [  # the value, the entries of its nodes, and runs of it on tensors
     "Graph",
@@ -76,6 +76,11 @@ class Assume:
     def __post_init__(self) -> None:
         if isinstance(self.branches, Mapping):
             object.__setattr__(self, "branches", tuple(self.branches.items()))
+        if isinstance(self.imbalance, bool) or not isinstance(self.imbalance, (int, float)) or not self.imbalance >= 1:
+            raise NotServed(
+                f"Assume(imbalance={self.imbalance!r}) is not a load of the fullest device over the mean",
+                advice="1.0, where a router loads all experts alike, or more",
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

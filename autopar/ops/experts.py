@@ -78,6 +78,7 @@ def experts(
     such as a norm, maps results to results. Both may be modules or their methods, and read their modules' parameters.
     """
     around, layout = _around(gated)
+    _expect_shapes((input, ids, weights, up, down, up_bias, down_bias), layout, transposed)
     between = _read("body", body, layout, around)
     last = behind and _read("behind", behind, WHOLE, columns=down.shape[2 if transposed else 1])
     if not between.is_by_rows or (last and not last.is_by_rows):
@@ -92,6 +93,37 @@ def experts(
     up_bias, down_bias = (bias if bias is None else _as_in_products(bias) for bias in (up_bias, down_bias))
     given = rows, ids, weights, up, down, up_bias, down_bias, more
     return experts_by_text(*given, **how, imbalance=_IMBALANCE.get()).to(input.dtype)
+
+
+def _expect_shapes(given: Sequence[Tensor | None], layout: str, transposed: bool) -> None:
+    """Raise where the tensors of a call do not go together, which no rule could tell."""
+    input, ids, weights, up, down, *biases = given
+    assert input is not None and ids is not None and weights is not None and up is not None and down is not None
+    seen = ", ".join(f"{name} {list(t.shape)}" for name, t in zip(_TENSORS, given, strict=True) if t is not None)
+
+    def expect(holds: bool, what: str, advice: str) -> None:
+        if not holds:
+            raise NotServed(f"autopar.experts takes {what}", seen=seen, advice=advice)
+
+    expect(input.dim() == 2, "rows of two dims", "x.flatten(0, -2), and view_as(x) of the result")
+    expect(
+        ids.dim() == 2 and ids.shape == weights.shape and ids.shape[0] == input.shape[0],
+        "ids and weights as [rows, slots]",
+        "weights, ids = scores.topk(k, -1)",
+    )
+    is_whole = not ids.is_floating_point() and ids.dtype != torch.bool
+    expect(is_whole, f"ids that are whole numbers, and these are {ids.dtype}", "weights, ids = scores.topk(k, -1)")
+    expect(up.dim() == down.dim() == 3, "matrices of three dims", "torch.stack of each expert's")
+    shapes = [(*t.shape[:1], *t.shape[:0:-1]) if transposed else tuple(t.shape) for t in (up, down)]
+    (experts, width, h), (others, out, inner) = shapes
+    expect(experts == others and h == out == input.shape[1], "matrices [experts, width, h] and [experts, h, i]",
+           "transposed=True, where their last two dims lie the other way round")  # fmt: skip
+    twice = 1 if layout == ONE else 2
+    expect(width == twice * inner, f"a width of {twice} x {inner} in up, and it is {width}",
+           "gated=False without a gate, and else the gate's rows and the others in one matrix")  # fmt: skip
+    for bias, length in zip(biases, (width, h), strict=True):
+        expect(bias is None or tuple(bias.shape) == (experts, length), "biases [experts, width] and [experts, h]",
+               "one row of numbers for each expert")  # fmt: skip
 
 
 def _as_in_products(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import Call, as_call, leaf_names, learn_dataclasses, output_names, without_caches
 from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
-from autopar.letters import NotCaptured
+from autopar.letters import AutoparError, NotCaptured
 from autopar.ops.experts import assumed_imbalance
 from autopar.runtime.brief_patches import fake_errors_told_once
 from autopar.runtime.private import TRACING, clean_room
@@ -33,7 +33,7 @@ from autopar.tracer.fakes import Fakes, sharing
 from autopar.tracer.functions import FunctionMode
 from autopar.tracer.left import Captured, steady
 from autopar.tracer.passes import canonicalise
-from autopar.tracer.place import defined
+from autopar.tracer.place import defined, source_of
 from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder
 from autopar.tracer.refusals import (
@@ -112,6 +112,10 @@ def _capture(call: ModelCall, assume: Assume, keeps: frozenset[str] = frozenset(
         try:
             with recorder.below:
                 graph = _run(call, recorder)
+        except AutoparError as e:  # A function of autopar that the model calls does not know its line.
+            if e.at or not (line := source_of(e)):
+                raise
+            raise e.but(at=line) from e
         finally:
             made = recorder.close()
         with assumed_imbalance(assume.imbalance):

@@ -8,8 +8,10 @@ import inspect
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -90,12 +92,21 @@ def source() -> str:
     """The nearest line that is neither torch's nor autopar's: `model.py:84, in Attention.forward`."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if not is_ours(code.co_filename):
-            name = getattr(code, "co_qualname", code.co_name)
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, in {name}"
+        if not is_ours(frame.f_code.co_filename):
+            return _said(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+def source_of(error: BaseException) -> str:
+    """The line of the same kind at which an error was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [_said(frame.f_code, line) for frame, line in frames if not is_ours(frame.f_code.co_filename)]
+    return lines[-1] if lines else ""
+
+
+def _said(code: CodeType, line: int) -> str:
+    return f"{os.path.basename(code.co_filename)}:{line}, in {getattr(code, 'co_qualname', code.co_name)}"
 
 
 def defined(function: Any) -> str:
