@@ -284,17 +284,23 @@ def part_of_experts(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     return experts_on_device, {**given, "setup": setup.text()}
 
 
-def _sizes(call: OpCall) -> tuple[int, int, int, int]:
-    """Bytes of a visit's row, of its slots and weights, of its weights; and the hidden width of `down`."""
-    input, weights, down = (call.arguments[name] for name in ("input", "weights", "down"))
+def _sizes(call: OpCall) -> tuple[int, int, int]:
+    """Bytes of a visit's row, of its slots and weights, and of its weights."""
+    input, weights = (call.arguments[name] for name in ("input", "weights"))
     k = weights.shape[1]
-    inner = down.shape[1 if call.arguments.get("transposed") else 2]
-    return input.shape[1] * input.itemsize, k * (8 + weights.itemsize), k * weights.itemsize, inner
+    return input.shape[1] * input.itemsize, k * (8 + weights.itemsize), k * weights.itemsize
+
+
+def _widths(here: Here, call: OpCall) -> tuple[int, int, int]:
+    """The experts of a device, the width of its first matrices, and that of its hidden rows."""
+    up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
+    down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
+    return (up[0], up[2], down[1]) if call.arguments.get("transposed") else (up[0], up[1], down[2])
 
 
 def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
     """Counts, visits with their routes, and results; in backward gradients go the same way and come back."""
-    row, route, share, _ = _sizes(call)
+    row, route, share = _sizes(call)
     hops = hops_at(along.here, call) if along else ()
     travelling = [hop for hop in hops if hop.travels]
     place = next((i for i, hop in enumerate(travelling) if along and hop.axis == along.axis), 0)
@@ -322,12 +328,9 @@ def kernels(call: OpCall, here: Here) -> Kernels:
     where experts are divided.
     """
     hops = hops_at(here, call)
-    up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
-    down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
-    width, inner = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
+    e, width, inner = _widths(here, call)
     h = call.arguments["input"].shape[1]
-    rows = _pairs(here, call, hops) * (call.arguments.get("imbalance", 1.1) if hops else 1.0) / up[0]
-    e = up[0]
+    rows = _pairs(here, call, hops) * (call.arguments.get("imbalance", 1.1) if hops else 1.0) / e
     back = [(e, rows, inner, h), (e, inner, h, rows), (e, rows, h, width), (e, width, h, rows)]
     if call.arguments.get("behind"):
         back.append((e, rows, h, inner))
@@ -341,12 +344,9 @@ def kernels(call: OpCall, here: Here) -> Kernels:
 def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
     """Bytes of the rows that arrived from other devices, and of what the first matrices made of a chunk."""
     hops = hops_at(here, call)
-    up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
-    width = up[2 if call.arguments.get("transposed") else 1]
-    return (
-        Setup("", 0, hops=hops).arrivals * _sizes(call)[0]
-        + _chunk(here, call, hops) * width * call.arguments["input"].itemsize
-    )
+    _, width, _ = _widths(here, call)
+    hidden = _chunk(here, call, hops) * width * call.arguments["input"].itemsize
+    return Setup("", 0, hops=hops).arrivals * _sizes(call)[0] + hidden
 
 
 def _chunk(here: Here, call: OpCall, hops: Sequence[Hop]) -> int:
@@ -360,11 +360,9 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     A chunk has the pairs of a balanced router and some more, so that no routing takes more.
     """
     hops = hops_at(here, call)
-    row, route, _, one = _sizes(call)
+    row, route, _ = _sizes(call)
+    e, two, one = _widths(here, call)
     input, weights = call.arguments["input"], call.arguments["weights"]
-    up = largest_local_shape(call.arguments["up"].shape, here.lies(3), here.mesh)
-    down = largest_local_shape(call.arguments["down"].shape, here.lies(4), here.mesh)
-    two, one = (up[2], down[1]) if call.arguments.get("transposed") else (up[1], down[2])
     travelling = [hop.parts * hop.rows for hop in hops if hop.travels]
     h = input.shape[1]
     wide = max(4, input.itemsize, weights.itemsize) * h  # bytes of a row of a sum
@@ -375,7 +373,7 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     pair = input.itemsize * pairs
     copied = pair * two if hops else 0  # What is kept of the first matrices is copied into its buffer.
     forward = places + rows * wide + max(pair * h + copied, pair * 2 * one + copied, pair * (one + h), pair * h + sums)
-    of_up, of_down = (math.prod(shape) * input.itemsize for shape in (up, down))
+    of_up, of_down = (e * width * h * input.itemsize for width in (two, one))
     made = held[0][0] * row + of_up + of_down
     behind = 6 * h if call.arguments.get("behind") else 0  # Results, their gradients, and as many inside a norm.
     moments = (

@@ -114,7 +114,7 @@ def _tried(
     try:
         whole = run_body(text)(rows, *given)
         own = around(_with(function, {id(t): x for t, x in zip(read, given, strict=True)}))(rows)
-    except Exception as e:
+    except Exception as e:  # whatever a user's function raises on rows of numbers
         raise NotABody(f"{type(e).__name__}: {e}") from e
     if whole.shape != (len(rows), columns) or not torch.equal(whole, own):
         raise NotABody(f"it makes {list(whole.shape)} of {list(rows.shape)}")
