@@ -1,4 +1,4 @@
-"""Calls of `autopar.experts` that do not go together: a letter with the line of the model, before anything is planned."""
+"""Calls of `autopar.experts` that do not go together: a letter with the line of the model, before planning."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import nn
 
 import autopar
 from autopar.letters import NotServed
+
+HELD = torch.ones(8)
 
 
 class Model(nn.Module):
@@ -33,7 +35,7 @@ WRONG = {
     "a bias of another width": (lambda a: dict(up_bias=torch.zeros(4, 8)), "biases"),
     "an unknown gate": (lambda a: dict(gated="both"), "interleaved"),
     "a body that asks": (lambda a: dict(body=lambda rows: rows if rows.sum() > 0 else -rows), "no question"),
-    "a body with a tensor of its own": (lambda a: dict(body=lambda rows, of=torch.ones(8): rows * of), "method"),
+    "a body with a tensor of its own": (lambda a: dict(body=lambda rows, of=HELD: rows * of), "method"),
 }
 
 
