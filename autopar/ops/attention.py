@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from autopar.letters import NotServed
 from autopar.ops.entry import Line, op
@@ -15,6 +18,7 @@ from autopar.ops.rows import parse
 from autopar.runtime import forms
 from autopar.runtime.attention import causal_attention_part
 from autopar.runtime.private import plays_all_ranks
+from autopar.runtime.sees import Sees, seen_pairs
 from autopar.sharding.notation import Rule
 
 
@@ -29,6 +33,41 @@ def attention(arguments: Mapping[str, Any]) -> Rule:
         heads = "" if len(mask) < 3 else "... m!" if mask[-3] == 1 else "... (g r)"
         return parse(f"... (g r) {q} d!, ... g k! d!, ... g k! e!, {heads} {q} k! -> ... (g r) {q} e!", linear="z")
     return parse(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", linear="z")
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None = None,
+    counts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    sees: str = "",
+) -> Tensor:
+    """Attention whose mask is a description, of queries [b, heads, s, d] and as many or fewer heads of keys and values.
+
+    A query sees what `sees` says by places (the text of a `Sees`), and of that keys with its own number in `documents`
+    ([b or 1, s]) that count ([b or 1, s]). `sinks` ([heads]) are scores that take their share of a row and give
+    nothing. A query that sees nothing gets zeros.
+    """
+    tensors = [x for x in (query, key, value, documents, counts, sinks) if x is not None]
+    if has_torch_function(tensors):
+        given = query, key, value, documents, counts, sinks, sees
+        made: Tensor = handle_torch_function(attend, tensors, *given)
+        return made
+    how = Sees.of(sees)
+    factor = 1.0 / math.sqrt(query.shape[-1]) if how.scale is None else how.scale
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, 1).transpose(-2, -1) * factor
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    seen = seen_pairs(how, query.shape[-2], key.shape[-2], documents, counts)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        log_sum = torch.logaddexp(log_sum, sinks[:, None, None])
+    weights = torch.where(seen, (scores - log_sum).exp(), 0)
+    return weights @ value.repeat_interleave(groups, 1)
 
 
 def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
@@ -142,4 +181,21 @@ op(
     flops=(4, "e|m"),  # two products, over the width of keys and over that of values
     heads=True,
     reach="attention",
+)
+
+
+def rule_of_attend(arguments: Mapping[str, Any]) -> Rule:
+    """The rule of a call with a description: batch, heads and queries may be cut."""
+    shapes = [getattr(arguments.get(name), "shape", (1,)) for name in ("documents", "counts")]
+    rows = ", ".join(f"{'b' if shape[0] > 1 else f'o{i}!'} s{i}!" for i, shape in enumerate(shapes))
+    return parse(f"b (g r) q! d!, b g k! d!, b g k! e!, {rows}, (g r) -> b (g r) q! e!", linear="z")
+
+
+op(
+    "attention",
+    attend,
+    "query:T, key:T, value:T, documents:T=None, counts:T=None, sinks:T=None, sees=''",
+    rule=rule_of_attend,
+    joint=True,
+    flops=(4, "e"),
 )
