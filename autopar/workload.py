@@ -27,7 +27,7 @@ def workload_of(graph: Graph, request: Request) -> StepWork:
         if binding is not None and facts_of(op_name(node)).flops is not None:
             flops = _flops(node, binding, bindings.tensors[node])
             by_dtype[info(node).outputs[0].dtype] += flops
-            is_causal = facts_of(op_name(node)).heads and node.kwargs.get("is_causal") is True
+            is_causal = facts_of(op_name(node)).scores is not None and node.kwargs.get("is_causal") is True
             causal += flops / 2 if is_causal else flops
     dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")
     inputs = {name: type_of(node).shape for name, node in graph.inputs.items()}
@@ -57,7 +57,9 @@ def _flops(node: fx.Node, binding: Binding, operands: Sequence[fx.Node]) -> floa
         matrices = operands[0], *(n for n in operands if len(type_of(n).shape) > 2)
         return forward * (1 + sum(type_of(n).requires_grad for n in matrices) / (len(matrices) - 1))
     forward = facts.flops[0] * math.prod(binding.sizes[factor] for factor in loops)
-    if facts.heads:  # two products in forward, four in backward: of the scores, the weights, queries, keys, values
+    if (
+        facts.scores is not None
+    ):  # two products in forward, four in backward: of the scores, the weights, queries, keys, values
         return forward * (3 if any(type_of(n).requires_grad for n in operands) else 1)
     factors = multiplied(binding, loops) or range(len(operands))
     return forward * (1 + sum(type_of(operands[k]).requires_grad for k in factors))

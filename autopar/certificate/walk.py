@@ -34,14 +34,14 @@ from autopar.certificate.undone_views import UndoneViews
 from autopar.certificate.views import VIEWS
 from autopar.letters import NotCertified, NotServed
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
-from autopar.runtime.experts import EXCHANGING
 from autopar.runtime.private import OpOverload
+from autopar.runtime.wires import EXCHANGING
 
 VARIABLE = "AUTOPAR_CERTIFICATE"  # "off": programs are run without one
 _STEPS = {f: name for name, f in STEPS.items()}
 _PACKED = {f: name for name, f in PACK.items()}
 _BEGUN = frozenset(BEGIN.values())
-_OPS = {function: op for op, function in EXCHANGING.items()}
+_OPS = {exchanging.run: op for op, exchanging in EXCHANGING.items()}
 _BUCKET = "_bucket"  # ends the name of a step of several values
 _SUMS = frozenset(f for f, name in (_STEPS | _PACKED).items() if "reduce" in name and "max" not in name)
 _ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))

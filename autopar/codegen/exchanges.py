@@ -14,7 +14,7 @@ from autopar.ops.declare import users_rule
 from autopar.ops.entry import exchanges_of, rule_of, sends_along
 from autopar.ops.exchange import BACKWARD, FORWARD, Along, Messages, is_said, messages_of, misfit
 from autopar.ops.local import OpOnDevice
-from autopar.runtime.experts import EXCHANGING, sent_by
+from autopar.runtime.wires import EXCHANGING, sent_by
 from autopar.sharding.convert import LocalStep
 from autopar.sharding.costs import LOCAL
 from autopar.solver.plan import Plan

@@ -17,9 +17,9 @@ from autopar.codegen.joint_graph import CONVERTED, EARLY, OP, RECOMPUTED, JointG
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
-from autopar.runtime.experts import EXCHANGING
+from autopar.runtime.wires import EXCHANGING
 
-_SENDING = frozenset(EXCHANGING.values())
+_SENDING = frozenset(exchanging.run for exchanging in EXCHANGING.values())
 COLLECTIVES = _SENDING.union((f for name, f in STEPS.items() if name not in ("slice", "lodge")), BEGIN.values())
 
 

@@ -14,8 +14,8 @@ from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own, read_i
 from autopar.codegen.chunks import write_out_chunks
 from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
-from autopar.runtime.experts import EXCHANGING, on_axes
 from autopar.runtime.private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, TO_COPY, UNSAFE_VIEW
+from autopar.runtime.wires import on_axes
 from autopar.sharding.convert import LocalStep
 from autopar.space.windows import buckets_by_window
 
@@ -107,7 +107,7 @@ def send_rows(joint: JointGraph) -> None:
     after     y = experts_forward(x, ("tp",), ids, ..., hops="tp", 40)
     """
     for node in joint.graph.nodes:
-        found = on_axes(node.target, node.args) if node.target in EXCHANGING else None
+        found = on_axes(node.target, node.args)
         if found is not None:
             node.target, node.args = found
 

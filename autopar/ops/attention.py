@@ -1,38 +1,41 @@
-"""Fused attention; what it keeps for backward depends on the kernel that runs it."""
+"""Fused attention, with a mask as a tensor or as a description; what is kept for backward depends on the kernel.
+
+    q alone cut    each device has its queries and all keys
+    q&k            keys are cut as queries are, and go round a ring of devices
+    heads          whole sequences, as what is called Ulysses
+
+Queries that see more than others are dealt inside (`runtime/dealing.py`).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from autopar.letters import NotServed
 from autopar.ops.entry import Line, op
-from autopar.ops.local import Form, Here, OpCall, cuts, start_here
+from autopar.ops.exchange import BACKWARD, FORWARD, WAYS, Along, Exchange, LargestShapes
+from autopar.ops.limits import LIMITS
+from autopar.ops.local import Form, Here, OpCall, cuts
 from autopar.ops.rows import parse
 from autopar.runtime import forms
-from autopar.runtime.attention import causal_attention_part
+from autopar.runtime.attention import attention_on_device, leading_dims, with_batch_and_heads
+from autopar.runtime.dealing import HALVES, WORK, Cutting, Setup
 from autopar.runtime.private import plays_all_ranks
-from autopar.runtime.sees import Sees, seen_pairs
+from autopar.runtime.rings import messages_of_ring, steps_of
+from autopar.runtime.sees import Places, Sees
 from autopar.sharding.notation import Rule
+from autopar.sharding.placement import part
 
-
-def attention(arguments: Mapping[str, Any]) -> Rule:
-    """The rule of attention: batch, heads and queries may be cut, keys stay whole.
-
-    Under a causal mask, cut queries need a local form.
-    """
-    q = "q~" if arguments.get("is_causal") else "q"
-    if arguments.get("enable_gqa") and arguments["query"].shape[-3] != arguments["key"].shape[-3]:
-        mask = getattr(arguments.get("attn_mask"), "shape", (1, 1, 1))
-        heads = "" if len(mask) < 3 else "... m!" if mask[-3] == 1 else "... (g r)"
-        return parse(f"... (g r) {q} d!, ... g k! d!, ... g k! e!, {heads} {q} k! -> ... (g r) {q} e!", linear="z")
-    return parse(f"... {q} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", linear="z")
+DESCRIBED = "attention"  # the op whose mask is a description
 
 
 def attend(
@@ -44,52 +47,139 @@ def attend(
     sinks: Tensor | None = None,
     sees: str = "",
 ) -> Tensor:
-    """Attention whose mask is a description, of queries [b, heads, s, d] and as many or fewer heads of keys and values.
+    """Attention whose mask is a description.
 
-    A query sees what `sees` says by places (the text of a `Sees`), and of that keys with its own number in `documents`
-    ([b or 1, s]) that count ([b or 1, s]). `sinks` ([heads]) are scores that take their share of a row and give
-    nothing. A query that sees nothing gets zeros.
+    Queries are [b, heads, s, d]; keys and values have as many heads or fewer. A query sees what `sees` says by places
+    (the text of a `Sees`), and of that keys with its own number in `documents` ([b or 1, s]) that count ([b or 1, s]).
+    `sinks` ([heads]) are scores that take their share of a row and give nothing. A query that sees nothing gets zeros.
     """
     tensors = [x for x in (query, key, value, documents, counts, sinks) if x is not None]
     if has_torch_function(tensors):
         given = query, key, value, documents, counts, sinks, sees
         made: Tensor = handle_torch_function(attend, tensors, *given)
         return made
-    how = Sees.of(sees)
-    factor = 1.0 / math.sqrt(query.shape[-1]) if how.scale is None else how.scale
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(groups, 1).transpose(-2, -1) * factor
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
-    seen = seen_pairs(how, query.shape[-2], key.shape[-2], documents, counts)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    log_sum = scores.logsumexp(-1, keepdim=True)
-    if sinks is not None:
-        log_sum = torch.logaddexp(log_sum, sinks[:, None, None])
-    weights = torch.where(seen, (scores - log_sum).exp(), 0)
-    return weights @ value.repeat_interleave(groups, 1)
+    told = documents is not None, counts is not None, sinks is not None
+    setup = Setup(sees, query.shape[-2], key.shape[-2], given=told)
+    return attention_on_device(query, key, value, documents, counts, sinks, setup=setup.text())
 
 
-def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
-    """Attention written out, with dropout by position, or causal attention of local queries; else None."""
-    lies = here.lies(0)
-    causal = call.arguments.get("is_causal")
-    rank = len(call.arguments["query"].shape)
+def attend_plainly(query: Tensor, key: Tensor, value: Tensor, grouped: bool, setup: str) -> Tensor:
+    """A part of torch's own attention without a mask tensor, whatever its leading dims."""
+    given = with_batch_and_heads(query, key, value, grouped)
+    out = attention_on_device(*given, setup=setup)
+    return out.reshape(*leading_dims(query, key, value, grouped), *out.shape[-2:])
+
+
+def rule_with_mask(arguments: Mapping[str, Any]) -> Rule:
+    """The rule of torch's attention: batch, heads and queries may be cut, keys together with them.
+
+    Keys go round where no mask and no dropout is a tensor of queries by keys.
+    """
+    is_plain = not arguments.get("dropout_p") and arguments.get("attn_mask") is None
+    q = "q~" if arguments.get("is_causal") else "q"
+    rings = q + ("&k" if is_plain else "")
+    if arguments.get("enable_gqa") and arguments["query"].shape[-3] != arguments["key"].shape[-3]:
+        mask = getattr(arguments.get("attn_mask"), "shape", (1, 1, 1))
+        heads = "" if len(mask) < 3 else "... m!" if mask[-3] == 1 else "... (g r)"
+        return parse(f"... (g r) {rings} d!, ... g k! d!, ... g k! e!, {heads} {q} k! -> ... (g r) {q} e!", linear="z")
+    return parse(f"... {rings} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", linear="z")
+
+
+def rule_with_description(arguments: Mapping[str, Any]) -> Rule:
+    """The rule of an attention with a description: every device knows where all documents end."""
+    shapes = [getattr(arguments.get(name), "shape", (1,)) for name in ("documents", "counts")]
+    told = ", ".join(f"{'b' if shape[0] > 1 else f'o{i}!'} s{i}!" for i, shape in enumerate(shapes))
+    return parse(f"b (g r) q~&k d!, b g k! d!, b g k! e!, {told}, (g r) -> b (g r) q~ e!", linear="z")
+
+
+def sees_of(call: OpCall) -> Sees:
+    """The description of a call, also of one of torch's."""
+    arguments = call.arguments
+    if call.op == DESCRIBED:
+        return Sees.of(arguments.get("sees", ""))
+    return Sees(right=0 if arguments.get("is_causal") else None, scale=arguments.get("scale"))
+
+
+def setup_at(here: Here, call: OpCall) -> Setup:
+    """The setup of a call on a device."""
+    queries, keys = (call.arguments[name].shape[-2] for name in ("query", "key"))
+    cuts, rings = (_cuttings(here, i, len(call.arguments[name].shape) - 2) for i, name in enumerate(("query", "key")))
+    documents, counts, sinks = (call.arguments.get(name) is not None for name in ("documents", "counts", "sinks"))
+    parts = tuple(cut.parts for cut in cuts)
+    dealt = _dealt(sees_of(call), queries, keys, parts, documents or counts)
+    return Setup(sees_of(call).text(), queries, keys, cuts, rings, dealt, (documents, counts, sinks))
+
+
+def _cuttings(here: Here, operand: int, dim: int) -> tuple[Cutting, ...]:
+    axes = here.lies(operand).cuts.get(dim, [])
+    return tuple(Cutting(here.mesh.axes[a], here.mesh.shape[a], here.coordinate[a]) for a in axes)
+
+
+def _dealt(sees: Sees, queries: int, keys: int, parts: tuple[int, ...], is_told: bool) -> str:
+    """Say how queries are dealt: by halves where the last sees most, by work where documents end anywhere."""
+    if not parts or queries != keys:
+        return ""
+    if not is_told and (sees.left, sees.right, sees.chunk) == (None, 0, None):
+        return HALVES
+    if is_told and (sees.left is None or sees.right is None):
+        return WORK
+    fullest = pairs_of_fullest(sees, queries, keys, parts, "")
+    return WORK if fullest * math.prod(parts) > LIMITS.uneven * _pairs(sees, queries, keys).sum() else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _pairs(sees: Sees, queries: int, keys: int) -> np.ndarray:
+    """The keys that each query sees, with documents of the length that is assumed."""
+    if sees.length is not None:
+        sees = replace(sees, chunk=min(sees.length, sees.chunk or sees.length))
+    return Places.of(sees, (queries, keys), None, None).seen(sees, queries)
+
+
+@functools.lru_cache(maxsize=1024)
+def pairs_of_fullest(sees: Sees, queries: int, keys: int, parts: tuple[int, ...], dealt: str) -> float:
+    """Pairs of a query and a key that the fullest of the devices that cut queries computes."""
+    seen = _pairs(sees, queries, keys)
+    if dealt:
+        return float(seen.sum()) / math.prod(parts)
+    ends = np.cumsum(seen)
+    return max(float(ends[z - 1] - ends[a] + seen[a]) for a, z in _parts(0, queries, parts) if a < z)
+
+
+def _parts(start: int, size: int, parts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """The ranges into which axes cut a dim, major first."""
+    if not parts:
+        yield start, start + size
+        return
+    for i in range(parts[0]):
+        first, length = part(size, parts[0], i)
+        yield from _parts(start + first, length, parts[1:])
+
+
+def scores(call: OpCall, here: Here) -> float:
+    """The share of its queries by its keys that the fullest device computes."""
+    how = setup_at(here, call)
+    parts = tuple(cut.parts for cut in how.cuts)
+    of_keys = tuple(ring.parts for ring in how.rings)
+    rows = max(z - a for a, z in _parts(0, how.queries, parts))
+    keys = max(z - a for a, z in _parts(0, how.keys, of_keys))
+    return pairs_of_fullest(sees_of(call), how.queries, how.keys, parts, how.dealt) / max(1, rows * keys)
+
+
+def is_by_parts(here: Here, call: OpCall) -> bool:
+    """Whether one of torch's calls runs in autopar's own form, as its queries or keys are cut."""
+    how = setup_at(here, call)
+    return bool(how.rings) or bool(how.cuts and call.arguments.get("is_causal"))
+
+
+def part_with_mask(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
+    """Attention written out, with dropout by position, or attention of local queries; else None."""
     if call.random < 0:
-        if not causal or rank - 2 not in lies.cuts:
+        if not is_by_parts(here, call):
             return None
-        if plays_all_ranks():
-            raise NotServed(
-                "causal attention of cut queries reads other keys on every rank, and LocalTensors run one program "
-                "for all",
-                at=call.source,
-                advice="autopar.testing.on_threads or on_processes",
-            )
-        how = {k: v for k, v in kwargs.items() if k in ("query", "key", "value", "scale", "enable_gqa")}
-        return causal_attention_part, {
-            **how,
-            "start": start_here(here, call.arguments["query"].shape, lies, rank - 2),
-        }
+        _expect_own_program(call)
+        q, k, v = (kwargs[name] for name in ("query", "key", "value"))
+        how = dict(grouped=bool(kwargs.get("enable_gqa")), setup=setup_at(here, call).text())
+        return attend_plainly, {"query": q, "key": k, "value": v, **how}
     out = call.outputs[0].shape
     key = call.arguments["key"].shape
     leaves = here.leaves()
@@ -103,7 +193,74 @@ def part_of_attention(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     }
 
 
-def kept(call: OpCall, kind: str) -> Line:
+def part_with_description(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
+    """Attention with a description on a device whose queries are cut; None where they are whole."""
+    how = setup_at(here, call)
+    if not how.cuts:
+        return None
+    _expect_own_program(call)
+    given = {name: value for name, value in kwargs.items() if name != "sees"}
+    return attention_on_device, {**given, "setup": how.text()}
+
+
+def _expect_own_program(call: OpCall) -> None:
+    if plays_all_ranks():
+        raise NotServed(
+            "attention of cut queries reads other keys on every rank, and LocalTensors run one program for all",
+            at=call.source,
+            advice="autopar.testing.on_processes",
+        )
+
+
+def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
+    """Queries and results that are dealt, and keys on their way; in backward their gradients as well."""
+    if along is None:
+        return tuple(Exchange("all_to_all", way) for way in WAYS)
+    how = setup_at(along.here, call)
+    if along.axis not in {cut.axis for cut in how.cuts}:
+        return ()
+    is_ring = along.axis in {ring.axis for ring in how.rings}
+    found = []
+    if how.dealt:
+        deals = [_rows_of(0, 0), _rows_of(0, 2)] + [_rows_of(1, 1, 2)] * is_ring
+        found += [Exchange("all_to_all", way, nbytes=_over_axis(of, call)) for way in WAYS for of in deals]
+    if is_ring:
+        there, home = messages_of_ring(how.text())[along.axis]
+        wide = max(4, call.arguments["key"].itemsize) / call.arguments["key"].itemsize
+        steps = len(steps_of(how))
+        back = _keys_on_the_way(call, (1 + wide) / 2)
+        found.append(Exchange("send", FORWARD, there, nbytes=_keys_on_the_way(call, 1), beside=there / steps))
+        found.append(Exchange("send", BACKWARD, 2 * there, nbytes=back, beside=there / steps))
+        found.append(Exchange("send", BACKWARD, home, nbytes=_keys_on_the_way(call, wide)))
+    return tuple(found)
+
+
+def _rows_of(rows: int, *widths: int) -> tuple[int, tuple[int, ...]]:
+    """A tensor with the rows and heads of one operand, and the widths of some."""
+    return rows, widths
+
+
+def _over_axis(of: tuple[int, tuple[int, ...]], call: OpCall) -> Any:
+    """Bytes of rows that are dealt, as if the axis did not cut them."""
+    place, widths = of
+
+    def nbytes(parts: LargestShapes, n: int) -> float:
+        rows = math.prod(parts[place][:-1]) * sum(parts[k][-1] for k in widths)
+        return float(rows * n * call.arguments["query"].itemsize)
+
+    return nbytes
+
+
+def _keys_on_the_way(call: OpCall, share: float) -> Any:
+    """Bytes of the keys and values that a device sends."""
+
+    def nbytes(parts: LargestShapes, n: int) -> float:
+        return share * call.arguments["key"].itemsize * (math.prod(parts[1]) + math.prod(parts[2]))
+
+    return nbytes
+
+
+def kept_with_mask(call: OpCall, kind: str) -> Line:
     """Operands and rows that the backward keeps, by kernel.
 
     Flash keeps one number per row; so does the memory-efficient kernel, and the mask that only it takes. Torch's plain
@@ -127,6 +284,13 @@ def kept(call: OpCall, kind: str) -> Line:
     return line.beside("attn_mask", kind, "mask*itemsize") if is_truth else line
 
 
+def kept_with_description(call: OpCall, kind: str) -> Line:
+    """Operands, the output and a number for each row."""
+    return Line.of(
+        "query key value documents counts sinks out", **{kind: "rows*accumulate", "emitted": "rows*accumulate"}
+    )
+
+
 def timed(arguments: Mapping[str, Any]) -> str:
     """Name of the kernel's time: calls with a causal mask, and with a given one, are timed apart."""
     if arguments.get("is_causal"):
@@ -141,37 +305,19 @@ def work(call: OpCall) -> tuple[str, str]:
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
-    """Temporary bytes, forward and backward, of a part's two calls: on the keys before it and on its own.
-
-    Forward merges their outputs, in the dtype of accumulation. In backward each call gives a gradient of the queries. A
-    GPU has no fused kernel for float64: the scores of the larger call are in memory, twice in forward and three times
-    in backward.
-    """
-    query, key, value = held[:3]
-    whole = call.arguments["query"]
-    if query[-2] == whole.shape[-2] or not call.arguments.get("is_causal") or call.random >= 0:
-        return 0, 0
-    rows = math.prod(query[:-1])
-    width = value[-1]
-    itemsize = whole.itemsize
-    accumulate = max(4, itemsize)
-    forward = rows * ((3 * width + 3) * accumulate - width * itemsize)
-    backward = itemsize * math.prod(query)
-    opened = 0
-    if (kind, whole.dtype) == ("cuda", "float64"):
-        opened = itemsize * rows * max(key[-2] - query[-2], query[-2])
-    return forward + 2 * opened, backward + 3 * opened
+    return 0, 0
 
 
 op(
     "scaled_dot_product_attention",
     F.scaled_dot_product_attention,
     "query:T, key:T, value:T, attn_mask:T=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False",
-    rule=attention,
-    serves="~",
-    form=part_of_attention,
+    rule=rule_with_mask,
+    serves="~&",
+    form=part_with_mask,
+    exchanges=exchanged,
     draws=True,
-    keeps=kept,
+    keeps=kept_with_mask,
     work=work,
     part_work=work_of_part,
     joint=True,
@@ -179,23 +325,23 @@ op(
     second_size=(1, -2),
     counts="q",
     flops=(4, "e|m"),  # two products, over the width of keys and over that of values
-    heads=True,
+    scores=scores,
     reach="attention",
 )
-
-
-def rule_of_attend(arguments: Mapping[str, Any]) -> Rule:
-    """The rule of a call with a description: batch, heads and queries may be cut."""
-    shapes = [getattr(arguments.get(name), "shape", (1,)) for name in ("documents", "counts")]
-    rows = ", ".join(f"{'b' if shape[0] > 1 else f'o{i}!'} s{i}!" for i, shape in enumerate(shapes))
-    return parse(f"b (g r) q! d!, b g k! d!, b g k! e!, {rows}, (g r) -> b (g r) q! e!", linear="z")
-
-
 op(
-    "attention",
+    DESCRIBED,
     attend,
     "query:T, key:T, value:T, documents:T=None, counts:T=None, sinks:T=None, sees=''",
-    rule=rule_of_attend,
+    rule=rule_with_description,
+    serves="~&",
+    form=part_with_description,
+    exchanges=exchanged,
+    keeps=kept_with_description,
+    part_work=work_of_part,
     joint=True,
-    flops=(4, "e"),
+    timed=timed,
+    second_size=(1, -2),
+    counts="q",
+    flops=(4, "e|s0|s1|o0|o1"),
+    scores=scores,
 )

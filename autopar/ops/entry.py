@@ -188,7 +188,9 @@ class Facts:
     flops: tuple[float, str] | None = None  # a product's FLOPs per point of its factors except this pattern's
     products: Callable[[OpCall, Here], Kernels] | None = None  # the kernels of a call that runs several products
     windows: bool = False  # reads windows of its input; a product then has other kernels than one of rows
-    heads: bool = False  # attention: kernels are timed by head width and sequence length
+    # Attention, whose kernels are timed by head width and sequence length: the share of its queries by its keys that
+    # the fullest device computes.
+    scores: Callable[[OpCall, Here], float] | None = None
     # Number of times that forward reads its first operand: twice where sums over it are needed first.
     reads: int = 1
     free: bool = False  # a view, which takes no time
@@ -328,7 +330,7 @@ def exchanges_of(call: OpCall, along: Along | None = None) -> tuple[Exchange, ..
 
 def sends_along(op: str, rule: Rule | Binding, cut: Cut | None) -> bool:
     """Whether the local form sends messages along an axis with this cut."""
-    return cut is not None and cut.travels if rule.together else goes_beyond(op, rule, cut)
+    return cut is not None and (cut.travels or goes_beyond(op, rule, cut))
 
 
 def goes_beyond(op: str, rule: Rule | Binding, cut: Cut | None) -> bool:

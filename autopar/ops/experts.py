@@ -303,6 +303,8 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
     row, route, share = _sizes(call)
     hops = hops_at(along.here, call) if along else ()
     travelling = [hop for hop in hops if hop.travels]
+    if along and along.axis not in {hop.axis for hop in travelling}:
+        return ()
     place = next((i for i, hop in enumerate(travelling) if along and hop.axis == along.axis), 0)
     hop = travelling[place] if travelling else Hop("", 2, 2, 1)
     visits = min(hop.rows, hop.rows / LIMITS.spare * call.arguments.get("imbalance", 1.1)) * hop.parts

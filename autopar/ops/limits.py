@@ -14,6 +14,8 @@ class Limits:
     spare: float = 1.25
     # Tensors of an integer for each pair of a row and an expert, which say where pairs stand. Counted.
     integers: int = 7
+    # Pairs of the device that has most, over the mean, from which on queries of a window are dealt by work. Chosen.
+    uneven: float = 1.1
 
 
 LIMITS = Limits()

@@ -1,19 +1,19 @@
-"""Causal attention of a part of the queries, without a mask: what a query sees follows from the keys that it is given.
+"""Attention of a part of queries and keys, by parts: calls of kernels on ranges of keys, merged by log-sum-exps.
 
-    keys        0 ......... start ......... start + queries ......... keys
-    they see    all of these  | these up to their own place |  none of these
+What queries see is a description (`sees.py`); which queries a device has, `dealing.py` decides. Keys are whole, or go
+round a ring of devices, one step ahead of the kernels that read them; in backward their gradients go with them, and
+home. A call's backward takes the *merged* output and log-sum-exp: with them its weights are those of the whole row, so
+that the gradients of all calls add up. Saved are queries, keys, values, the output and one number for each row.
 
-All queries of the part see the keys before it (one call, without a mask), and those at the part's own places up to the
-diagonal (one causal call of a square, which every kernel supports); the two results are merged by the log-sum-exps of
-their rows. Queries behind the last key see all keys. Backward is that of each call, from the *merged* output and
-log-sum-exp: with them a call's weights are those of the whole row, so that its gradients add up to those of the whole.
-Queries, keys, values, output and one number per row are saved.
+Backward is written by hand, as these functions are kernels of custom ops.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,31 +21,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime.collectives import Axis
+from autopar.runtime.dealing import Setup, deal_of, dealt, empty_rows, owners_of, room_of
 from autopar.runtime.private import AttentionCall, attention_kernel, fused_attention, fused_attention_backward
+from autopar.runtime.rings import Keys, Step, messages_of_ring
+from autopar.runtime.sees import SIZES, Places, Sees, Tile, ranges_of, seen_pairs
+from autopar.runtime.wires import EXCHANGING, Exchanging, wires_of
 
 GROUPED = ("cpu", "flash")  # kernels that take fewer heads of keys than of queries
 
 
-def causal_attention_part(
-    query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None = None, enable_gqa: bool = False
+def attention_on_device(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None = None,
+    counts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    setup: str,
 ) -> Tensor:
-    """Causal attention of queries whose first stands at place `start`; key and value are whole."""
-    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    given = _with_batch_and_heads(query, key, value, enable_gqa)
-    out: Tensor = CausalAttentionPart.apply(*given, start, factor)
-    return out.reshape(*_leading(query, key, value, enable_gqa), *out.shape[-2:])
+    """Attention of a device's queries, which are dealt before and go back after."""
+    how = Setup.of(setup)
+    told = [x for x in (documents, counts) if x is not None]
+    if how.dealt:
+        (query,) = deal_op([query], told, setup, False, False)
+        if how.rings:
+            key, value = deal_op([key, value], told, setup, True, False)
+    tensors = [x for x in (query, key, value, documents, counts, sinks) if x is not None]
+    out: Tensor = attention_op(tensors, setup)[0]
+    return deal_op([out], told, setup, False, True)[0] if how.dealt else out
 
 
-def _leading(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
-    """The result's dims before rows and width: those of all three, broadcast, with the queries' heads."""
-    if not grouped:
-        return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))))
-    return (*torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value))), query.shape[-3])
-
-
-def _with_batch_and_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> list[Tensor]:
+def with_batch_and_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> list[Tensor]:
     """Query, key and value with four dims, as kernels take them: batch, heads, rows, width."""
-    leading = _leading(query, key, value, grouped)
+    leading = leading_dims(query, key, value, grouped)
     found = []
     for x in (query, key, value):
         whole = (*leading[:-1], x.shape[-3]) if grouped else leading
@@ -56,105 +66,220 @@ def _with_batch_and_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bo
     return found
 
 
+def leading_dims(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
+    """The result's dims before rows and width: those of all three, broadcast, with the queries' heads."""
+    if not grouped:
+        return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))))
+    return (*torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value))), query.shape[-3])
+
+
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Queries `first` to `last` of a part, and the ranges of keys that they see.
+class Given:
+    """The tensors of a call."""
 
-    Each range is (from, to, whether it is causal: up to the diagonal only).
-    """
-
-    first: int
-    last: int
-    sees: tuple[tuple[int, int, bool], ...]
-
-
-def rows_of(start: int, queries: int, keys: int) -> list[Rows]:
-    """Split the queries of a part by the keys that they see.
-
-    The first group sees the keys before it and a causal square of its own; queries behind the last key see all keys.
-    """
-    before = min(start, keys)
-    own = min(queries, keys - before)
-    found = []
-    if own:
-        square = (before, before + own, True)
-        found.append(Rows(0, own, ((0, before, False), square) if before else (square,)))
-    if own < queries:
-        found.append(Rows(own, queries, ((0, keys, False),)))
-    return found
-
-
-class CausalAttentionPart(torch.autograd.Function):
-    """Attention calls on ranges of keys, merged by the log-sum-exps of their rows.
-
-    Where no kernel gives log-sum-exps, attention is written out, and the scores live for one call.
-    """
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    documents: Tensor | None
+    counts: Tensor | None
+    sinks: Tensor | None
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float) -> Tensor:
-        q, k, v = _of_one_width(query, key, value)
-        kernel = attention_kernel(q, k, v)
-        outs, sums = [], []
-        for rows in rows_of(start, q.shape[-2], k.shape[-2]):
-            here = _range(q, rows.first, rows.last)
-            parts = [
-                _attend(AttentionCall(kernel, diagonal, scale), here, _range(k, a, b), _range(v, a, b))
-                for a, b, diagonal in rows.sees
-            ]
-            out, log_sum = parts[0] if len(parts) == 1 else _merged(*parts)
-            outs.append(out)
-            sums.append(log_sum)
-        out, log_sum = _joined(outs), _joined(sums, -1)
-        if out.shape[-1] != value.shape[-1]:  # drop the padding of widths
-            out = out[..., : value.shape[-1]].clone()
-        ctx.save_for_backward(query, key, value, out, log_sum)
-        ctx.start = start
-        ctx.scale = scale
-        ctx.kernel = kernel
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        query, key, value, out, log_sum = ctx.saved_tensors
-        q, k, v, g, o = _of_one_width(query, key, value, gradient, out)
-        of_q, of_k, of_v = [], [], []
-        for rows in rows_of(ctx.start, q.shape[-2], k.shape[-2]):
-            here, whole, g_here = (_range(x, rows.first, rows.last) for x in (q, o, g))
-            sums = log_sum[..., rows.first : rows.last]
-            found = [
-                _attend_backward(
-                    AttentionCall(ctx.kernel, diagonal, ctx.scale),
-                    g_here,
-                    here,
-                    _range(k, a, b),
-                    _range(v, a, b),
-                    whole,
-                    sums,
-                )
-                for a, b, diagonal in rows.sees
-            ]
-            of_q.append(_added([f[0] for f in found]))
-            of_k.append(_reaching([f[1] for f in found], k.shape[-2]))
-            of_v.append(_reaching([f[2] for f in found], k.shape[-2]))
-        grads = _joined(of_q), _added(of_k), _added(of_v)
-        return (
-            *(
-                g if g.shape[-1] == x.shape[-1] else g[..., : x.shape[-1]]
-                for g, x in zip(grads, (query, key, value), strict=True)
-            ),
-            None,
-            None,
-        )
+    def of(tensors: Sequence[Tensor], how: Setup) -> Given:
+        more = iter(tensors[3:])
+        query, key, value = tensors[:3]
+        return Given(query, key, value, *(next(more) if has else None for has in how.given))
 
 
-def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two ranges of keys, merged, with its log-sum-exp.
+# -- what a device computes
 
-    Log-sum-exps and weights have the dtype of accumulation.
-    """
-    log_sum = torch.logaddexp(one[1], other[1])
-    weights = [(part[1] - log_sum).exp().unsqueeze(-1) for part in (one, other)]
-    return (one[0] * weights[0] + other[0] * weights[1]).to(one[0].dtype), log_sum
+
+@dataclass(slots=True, eq=False)
+class _Sum:
+    """Results of some calls, merged: outputs in the dtype of accumulation, and log-sum-exps."""
+
+    out: Tensor
+    log_sum: Tensor
+    is_new: bool = True
+
+    def add(self, tile: Tile, out: Tensor, log_sum: Tensor) -> None:
+        """Merge what a call gives for some of the rows."""
+        where = tile.of_queries
+        if self.is_new and out.shape[:-1] == self.out.shape[:-1]:
+            self.out = out
+            self.log_sum = log_sum
+        else:
+            self.out = self.out.to(log_sum.dtype)
+            before = self.log_sum[where]
+            after = torch.logaddexp(before, log_sum)
+            of_out = self.out[where]
+            of_out.mul_((before - after).exp_().unsqueeze(-1)).add_(out * (log_sum - after).exp_().unsqueeze(-1))
+            self.log_sum[where] = after
+        self.is_new = False
+
+    def with_sinks(self, sinks: Tensor) -> None:
+        after = torch.logaddexp(self.log_sum, sinks.to(self.log_sum.dtype)[:, None])
+        self.out = self.out * (self.log_sum - after).exp_().unsqueeze(-1)
+        self.log_sum = after
+
+
+class _Attention:
+    """One call on one device."""
+
+    def __init__(self, tensors: Sequence[Tensor], axes: Sequence[Axis], setup: str) -> None:
+        self.how = Setup.of(setup)
+        self.sees = Sees.of(self.how.sees)
+        self.given = Given.of(tensors, self.how)
+        query = self.given.query
+        self.scale = 1.0 / math.sqrt(query.shape[-1]) if self.sees.scale is None else self.sees.scale
+        sizes = self.how.queries, self.how.keys
+        self.places = Places.of(self.sees, sizes, self.given.documents, self.given.counts)
+        owners = owners_of(self.how, lambda: self.places) if self.how.dealt else None
+        self.keys = Keys(self.how, owners, axes)
+        self.queries = ranges_of(deal_of(setup, owners, False).here)
+        self.wide = torch.promote_types(query.dtype, torch.float32)
+
+    def tiles(self, step: Step) -> Iterator[Tile]:
+        block = SIZES.block if self.kernel != "flash" else 1 << 60
+        return self.places.tiles(self.sees, self.queries, ranges_of(self.keys.rows(step)), block)
+
+    @functools.cached_property
+    def kernel(self) -> str:
+        if self.sees.softcap is not None:
+            return ""
+        return attention_kernel(*_of_one_width(self.given.query, self.given.key, self.given.value))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exps of rows."""
+        given = self.given
+        q, k, v = _of_one_width(given.query, given.key, given.value)
+        nothing = q.new_full(q.shape[:-1], -torch.inf, dtype=self.wide)
+        found = _Sum(q.new_zeros(q.shape, dtype=self.wide), nothing)
+        for step, keys, values in self._blocks(k, v):
+            for tile in self.tiles(step):
+                found.add(tile, *self._attend(tile, q, keys, values))
+        if given.sinks is not None:
+            found.with_sinks(given.sinks)
+        return _laid(found.out[..., : given.value.shape[-1]], given.query.dtype), found.log_sum.contiguous()
+
+    def backward(self, out: Tensor, log_sum: Tensor, gradient: Tensor) -> list[Tensor]:
+        """Gradients of queries, keys, values and sinks."""
+        given = self.given
+        q, k, v, g, o = _of_one_width(given.query, given.key, given.value, gradient, out)
+        of_query = torch.zeros(q.shape, dtype=self.wide, device=q.device)
+        of_key = of_query.new_zeros(0)
+        comes: Callable[[], Tensor] | None = None
+        steps = self.keys.steps
+        for (step, keys, values), after in itertools.zip_longest(self._blocks(k, v), steps[1:]):
+            own = of_query.new_zeros(*keys.shape[:-1], 2 * k.shape[-1])
+            for tile in self.tiles(step):
+                found = self._attend_backward(tile, (g, q, keys, values, o), log_sum)
+                of_query[tile.of_queries] += found[0]
+                own[tile.of_keys] += torch.cat(found[1:], -1)
+            of_key = own if comes is None else own.add_(comes())
+            comes = self.keys.move(of_key, step, after) if after else None
+        if len(steps) > 1:
+            of_key = self.keys.move(of_key, steps[-1], steps[0])()
+        halves = F.pad(of_key, (0, 0, 0, k.shape[-2] - of_key.shape[-2])).split(k.shape[-1], -1)
+        grads = zip((of_query, *halves), (given.query, given.key, given.value), strict=True)
+        made = [x[..., : like.shape[-1]].to(like.dtype) for x, like in grads]
+        if given.sinks is not None:
+            shares = (given.sinks.to(log_sum.dtype)[:, None] - log_sum).exp()
+            of_sinks = -((gradient * out).sum(-1, dtype=log_sum.dtype) * shares).sum((0, 2))
+            made.append(of_sinks.to(given.sinks.dtype))
+        return [_laid(x, x.dtype) if x.dim() == 4 else x for x in made]
+
+    def _blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
+        """Keys and values step by step."""
+        if not self.how.rings:
+            yield self.keys.steps[0], key, value
+            return
+        for step, packed in self.keys.blocks(torch.cat([key, value], -1)):
+            yield step, *packed.split(key.shape[-1], -1)
+
+    def _calls(self, tile: Tile, query: Tensor) -> AttentionCall:
+        """The call of a kernel that computes a tile."""
+        if tile.is_square or (tile.first is None and tile.last is None):
+            return AttentionCall(self.kernel, tile.is_square, self.scale)
+        if self.kernel == "cpu":
+            hidden = torch.zeros((), dtype=query.dtype).masked_fill(~seen_pairs(tile, query.device), -torch.inf)
+            return AttentionCall("cpu", False, self.scale, mask=hidden)
+        ends = tile.queries.stop - tile.queries.start - (tile.keys.stop - tile.keys.start)
+        left = -1 if tile.first is None else -tile.first - ends
+        right = -1 if tile.last is None else tile.last + ends
+        return AttentionCall("flash", False, self.scale, (left, right))
+
+    def _is_written_out(self, tile: Tile) -> bool:
+        """Whether no kernel computes a tile."""
+        is_plain = tile.is_square or (tile.first is None and tile.last is None)
+        return not self.kernel or not (is_plain or self.kernel in GROUPED)
+
+    def _attend(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, value = _cut(tile, q, k, v)
+        if self.kernel not in GROUPED:
+            key, value = (_by_head(x, query) for x in (key, value))
+        if not self._is_written_out(tile):
+            return fused_attention(self._calls(tile, query), query, key, value)
+        found = []
+        for rows, seen in self._by_rows(tile, query, key):
+            scores = self._scores(query[:, :, rows], key, seen)[0]
+            log_sum = scores.logsumexp(-1)
+            found.append(((scores - log_sum.unsqueeze(-1)).exp_().to(value.dtype) @ value, log_sum))
+        outs, sums = zip(*found, strict=True)
+        return torch.cat(outs, -2), torch.cat(sums, -1)
+
+    def _attend_backward(self, tile: Tile, tensors: Sequence[Tensor], log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A tile's share of the gradients, from the log-sum-exps of whole rows."""
+        g, q, k, v, o = tensors
+        query, key, value = _cut(tile, q, k, v)
+        gradient, out, sums = (x[tile.of_queries] for x in (g, o, log_sum))
+        groups = key.shape[1]
+        if self.kernel not in GROUPED:
+            key, value = (_by_head(x, query) for x in (key, value))
+        if not self._is_written_out(tile):
+            call = self._calls(tile, query)
+            found = fused_attention_backward(call, gradient, query, key, value, out, sums)
+            return found[0], _by_group(found[1], groups), _by_group(found[2], groups)
+        of_query = []
+        of_key, of_value = (torch.zeros(x.shape, dtype=self.wide, device=x.device) for x in (key, value))
+        for part, seen in self._by_rows(tile, query, key):
+            scores, slope = self._scores(query[:, :, part], key, seen)
+            weights = (scores - sums[:, :, part, None]).exp_()
+            g_here = gradient[:, :, part]
+            of_value += weights.to(value.dtype).transpose(-2, -1) @ g_here
+            dots = (g_here * out[:, :, part]).sum(-1, keepdim=True, dtype=weights.dtype)
+            of_scores = (weights * (g_here @ value.transpose(-2, -1) - dots) * slope * self.scale).to(query.dtype)
+            of_query.append(of_scores @ key)
+            of_key += of_scores.transpose(-2, -1) @ query[:, :, part]
+        return torch.cat(of_query, -2), _by_group(of_key, groups), _by_group(of_value, groups)
+
+    def _by_rows(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of a tile whose scores are in memory at once, and the pairs of them that see each other."""
+        seen = seen_pairs(tile, query.device)
+        each = max(1, SIZES.scores // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
+        for first in range(0, query.shape[2], each):
+            rows = slice(first, first + each)
+            yield rows, seen[rows]
+
+    def _scores(self, query: Tensor, key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Scores in the dtype of accumulation, and the slope of what they pass through."""
+        scores = (query @ key.transpose(-2, -1)).to(self.wide) * self.scale
+        slope: Tensor | float = 1.0
+        if (cap := self.sees.softcap) is not None:
+            bent = torch.tanh(scores / cap)
+            scores = cap * bent
+            slope = 1 - bent * bent
+        return scores.masked_fill(~seen, -torch.inf), slope
+
+
+def _laid(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor whose memory has rows before heads, as models join heads behind an attention."""
+    is_laid = x.dtype == dtype and x.transpose(1, 2).is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if is_laid else empty_rows(x, x.shape[2], x.shape[3], dtype).copy_(x)
+
+
+def _cut(tile: Tile, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query[tile.of_queries], key[tile.of_keys], value[tile.of_keys]
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:
@@ -169,64 +294,6 @@ def _of_one_width(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in filled]
 
 
-def _range(x: Tensor, first: int, last: int) -> Tensor:
-    return x if (first, last) == (0, x.shape[-2]) else x[..., first:last, :]
-
-
-def _joined(parts: Sequence[Tensor], dim: int = -2) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else sum(parts[1:], parts[0])
-
-
-def _reaching(parts: Sequence[Tensor], rows: int) -> Tensor:
-    """Concatenate gradients of ranges of keys from the first key on, with zeros for the keys behind them."""
-    missing = rows - sum(p.shape[-2] for p in parts)
-    zeros = [parts[0].new_zeros(*parts[0].shape[:-2], missing, parts[0].shape[-1])] if missing else []
-    return _joined([*parts, *zeros])
-
-
-def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exps of one attention call."""
-    if call.kernel in GROUPED:
-        return fused_attention(call, query, key, value)
-    key, value = _by_head(key, query), _by_head(value, query)
-    if call.kernel:
-        return fused_attention(call, query, key, value)
-    scores = _scores(call, query, key)
-    log_sum = scores.logsumexp(-1)
-    return (scores - log_sum.unsqueeze(-1)).exp() @ value, log_sum
-
-
-def _attend_backward(
-    call: AttentionCall, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One call's share of the gradients of query, key and value, from the log-sum-exps of whole rows."""
-    if call.kernel in GROUPED:
-        return fused_attention_backward(call, gradient, query, key, value, out, log_sum)
-    groups = key.shape[1]
-    key, value = _by_head(key, query), _by_head(value, query)
-    if call.kernel:
-        of_query, of_key, of_value = fused_attention_backward(call, gradient, query, key, value, out, log_sum)
-    else:
-        scale = call.scale
-        weights = (_scores(call, query, key) - log_sum.unsqueeze(-1)).exp()
-        of_value = weights.transpose(-2, -1) @ gradient
-        of_scores = weights * (gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)) * scale
-        of_query, of_key = of_scores @ key, of_scores.transpose(-2, -1) @ query
-    return of_query, _by_group(of_key, groups), _by_group(of_value, groups)
-
-
-def _scores(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor:
-    scores = query @ key.transpose(-2, -1) * call.scale
-    if not call.is_causal:
-        return scores
-    ahead = scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(ahead, -torch.inf)
-
-
 def _by_head(x: Tensor, query: Tensor) -> Tensor:
     """Keys or values repeated so that there is one for every head of the queries."""
     return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
@@ -235,3 +302,133 @@ def _by_head(x: Tensor, query: Tensor) -> Tensor:
 def _by_group(gradient: Tensor, groups: int) -> Tensor:
     """The adjoint of `_by_head`: gradients summed over the query heads that share a key or value."""
     return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
+
+
+# -- as ops: in a program the names of axes become axes, and the functions are called instead
+
+
+def attention_forward(tensors: Sequence[Tensor], axes: Sequence[Axis], setup: str) -> tuple[Tensor, Tensor]:
+    """The output of a device's queries, and the log-sum-exps of their rows.
+
+    `tensors` are queries, keys, values, and of documents, counts and sinks what there is.
+    """
+    return _Attention(tensors, axes, setup).forward()
+
+
+def attention_backward(
+    tensors: Sequence[Tensor], axes: Sequence[Axis], made: Sequence[Tensor], gradient: Tensor, setup: str
+) -> list[Tensor]:
+    """Gradients of queries, keys and values, and of sinks where there are any."""
+    return _Attention(tensors, axes, setup).backward(made[0], made[1], gradient)
+
+
+def deal(
+    tensors: Sequence[Tensor], axes: Sequence[Axis], told: Sequence[Tensor], setup: str, of_keys: bool, is_back: bool
+) -> list[Tensor]:
+    """Rows of queries, or of keys and values, where they are computed; or back where they lie."""
+    how = Setup.of(setup)
+    more = iter(told)
+    documents, counts = (next(more) if has else None for has in how.given[:2])
+    sizes = how.queries, how.keys
+    owners = owners_of(how, lambda: Places.of(Sees.of(how.sees), sizes, documents, counts))
+    wires = wires_of((cut.axis for cut in how.axes(of_keys)), axes)
+    return dealt(tensors, deal_of(setup, owners, of_keys), wires, room_of(setup, of_keys, is_back), is_back)
+
+
+@torch.library.custom_op("autopar::deal", mutates_args=())
+def deal_op(
+    tensors: Sequence[Tensor], told: Sequence[Tensor], setup: str, of_keys: bool, is_back: bool
+) -> list[Tensor]:
+    return deal(tensors, (), told, setup, of_keys, is_back)
+
+
+@deal_op.register_fake
+def _(tensors: Sequence[Tensor], told: Sequence[Tensor], setup: str, of_keys: bool, is_back: bool) -> list[Tensor]:
+    room = room_of(setup, of_keys, is_back)
+    return [empty_rows(x, room, x.shape[3]) for x in tensors]
+
+
+@torch.library.custom_op("autopar::attention", mutates_args=())
+def attention_op(tensors: Sequence[Tensor], setup: str) -> tuple[Tensor, Tensor]:
+    return attention_forward(tensors, (), setup)
+
+
+@attention_op.register_fake
+def _(tensors: Sequence[Tensor], setup: str) -> tuple[Tensor, Tensor]:
+    query, _, value = tensors[:3]
+    log_sum = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+    return empty_rows(query, query.shape[2], value.shape[3]), log_sum
+
+
+@torch.library.custom_op("autopar::attention_backward", mutates_args=())
+def attention_backward_op(
+    tensors: Sequence[Tensor], made: Sequence[Tensor], gradient: Tensor, setup: str
+) -> list[Tensor]:
+    return attention_backward(tensors, (), made, gradient, setup)
+
+
+@attention_backward_op.register_fake
+def _(tensors: Sequence[Tensor], made: Sequence[Tensor], gradient: Tensor, setup: str) -> list[Tensor]:
+    given = Given.of(tensors, Setup.of(setup))
+    trained = (given.query, given.key, given.value)
+    of_sinks = [] if given.sinks is None else [torch.empty_like(given.sinks)]
+    return [empty_rows(x, x.shape[2], x.shape[3]) for x in trained] + of_sinks
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.setup = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[list[Tensor | None], None]:
+    *tensors, out, log_sum = ctx.saved_tensors
+    how = Setup.of(ctx.setup)
+    if gradient is None:
+        return [None] * len(tensors), None
+    found = attention_backward_op(tensors, [out, log_sum], gradient.contiguous(), ctx.setup)
+    told = [None] * sum(how.given[:2])
+    return [*found[:3], *told, *found[3:]], None
+
+
+attention_op.register_autograd(_gradients, setup_context=_remember)
+
+
+def _remember_deal(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, told, *ctx.how = inputs
+    ctx.save_for_backward(*told)
+
+
+def _dealt_back(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
+    told = ctx.saved_tensors
+    setup, of_keys, is_back = ctx.how
+    found = deal_op([g.contiguous() for g in gradients], told, setup, of_keys, not is_back)
+    return found, [None] * len(told), None, None, None
+
+
+deal_op.register_autograd(_dealt_back, setup_context=_remember_deal)
+
+
+def _rings(*arguments: Any) -> tuple[str, ...]:
+    return tuple(ring.axis for ring in Setup.of(arguments[-1]).rings)
+
+
+def _sent(is_back: bool, *arguments: Any) -> Iterator[tuple[str, str, int]]:
+    for axis, (there, home) in messages_of_ring(arguments[-1]).items():
+        yield axis, "send", 2 * there + home if is_back else there
+
+
+def _cuts(tensors: Any, told: Any, setup: str, of_keys: bool, is_back: bool) -> tuple[str, ...]:
+    return tuple(cut.axis for cut in Setup.of(setup).axes(of_keys))
+
+
+def _sent_by_deal(*arguments: Any) -> Iterator[tuple[str, str, int]]:
+    return ((axis, "all_to_all", 1) for axis in _cuts(*arguments))
+
+
+EXCHANGING[torch.ops.autopar.attention.default] = Exchanging(attention_forward, _rings, functools.partial(_sent, False))
+EXCHANGING[torch.ops.autopar.attention_backward.default] = Exchanging(
+    attention_backward, _rings, functools.partial(_sent, True)
+)
+EXCHANGING[torch.ops.autopar.deal.default] = Exchanging(deal, _cuts, _sent_by_deal)

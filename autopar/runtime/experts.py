@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +30,8 @@ from torch import Tensor
 from autopar.runtime.bodies import gradients_of_body, reads_of, run_body
 from autopar.runtime.collectives import Axis
 from autopar.runtime.grouped import gradient_by_groups, product_by_groups
-from autopar.runtime.visits import Hop, Way, Wire
+from autopar.runtime.visits import Hop, Way
+from autopar.runtime.wires import EXCHANGING, Exchanging, Wire
 
 T = TypeVar("T")
 
@@ -439,22 +440,20 @@ def _gradients(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[list[Tensor 
 
 experts_op.register_autograd(_gradients, setup_context=_remember)
 
-EXCHANGING: dict[Any, Callable[..., Any]] = {  # an op, and the function that runs it where its rows travel
-    torch.ops.autopar.experts.default: experts_forward,
-    torch.ops.autopar.experts_backward.default: experts_backward,
-}
+
+def _axes(*arguments: Any) -> tuple[str, ...]:
+    return Setup.of(arguments[-1]).axes
 
 
-def sent_by(op: Any, arguments: Sequence[Any]) -> Iterator[tuple[str, str, int]]:
-    """The messages of a call of an exchanging op for a balanced router: axis, kind and number."""
-    is_back = op is torch.ops.autopar.experts_backward.default
-    for place, axis in enumerate(Setup.of(arguments[-1]).axes):
+def _sent(to_all: int, *arguments: Any) -> Iterator[tuple[str, str, int]]:
+    """The messages of a call for a balanced router; inner exchanges send their rows again in backward."""
+    for place, axis in enumerate(_axes(*arguments)):
         yield axis, "all_gather", 1
         yield axis, "all_reduce", place
-        yield axis, "all_to_all", 4 + (place > 0) if is_back else 3
+        yield axis, "all_to_all", to_all + (to_all > 3 and place > 0)
 
 
-def on_axes(op: Any, arguments: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """The function that runs an op whose rows travel, and its arguments, the names of its axes second."""
-    axes = Setup.of(arguments[-1]).axes
-    return (EXCHANGING[op], (arguments[0], axes, *arguments[1:])) if axes else None
+EXCHANGING[torch.ops.autopar.experts.default] = Exchanging(experts_forward, _axes, functools.partial(_sent, 3))
+EXCHANGING[torch.ops.autopar.experts_backward.default] = Exchanging(
+    experts_backward, _axes, functools.partial(_sent, 4)
+)

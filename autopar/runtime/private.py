@@ -285,6 +285,9 @@ class AttentionCall:
     kernel: str
     is_causal: bool
     scale: float
+    # "flash": keys before and behind the last query's own place among keys, counted from the end; None: all
+    window: tuple[int, int] | None = None
+    mask: Tensor | None = None  # "cpu": numbers that are added to scores
 
 
 def fused_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,7 +297,16 @@ def fused_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tens
     causal = call.is_causal
     scale = call.scale
     if call.kernel == "cpu":
-        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
+        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
+            *given, 0.0, causal, attn_mask=call.mask, scale=scale
+        )
+    elif call.window is not None:
+        rows, sizes = [x.transpose(1, 2) for x in given], (query.shape[-2], key.shape[-2])
+        left, right = call.window
+        found = aten._flash_attention_forward(
+            *rows, None, None, *sizes, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
+        )
+        out, log_sum = found[0].transpose(1, 2), found[1]
     elif call.kernel == "flash":
         out, log_sum = aten._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=scale)[:2]
     else:
@@ -313,11 +325,19 @@ def fused_attention_backward(
     scale = call.scale
     if call.kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, out, log_sum, 0.0, is_causal, scale=scale
+            *given, out, log_sum, 0.0, is_causal, attn_mask=call.mask, scale=scale
         )
     seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))  # state of dropout; the call has none
+    rows, keys = query.shape[-2], key.shape[-2]
+    if call.window is not None:
+        laid = [x.transpose(1, 2) for x in (*given, out)]
+        sizes, (left, right) = (None, None, rows, keys), call.window
+        found = aten._flash_attention_backward(
+            *laid, log_sum.contiguous(), *sizes, 0.0, False, seed, offset, scale=scale,
+            window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return tuple(x.transpose(1, 2) for x in found)
     if call.kernel == "flash":
-        rows, keys = query.shape[-2], key.shape[-2]
         found = aten._scaled_dot_product_flash_attention_backward(
             *given, out, log_sum.contiguous(), None, None, rows, keys, 0.0, is_causal, seed, offset, scale=scale
         )

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime import rehearsal
-from autopar.runtime.agreement import wait_for
-from autopar.runtime.collectives import Axis, gather_into
+from autopar.runtime.wires import Wire
 
 
 class Hop(NamedTuple):
@@ -30,40 +27,6 @@ class Hop(NamedTuple):
     @property
     def travels(self) -> bool:
         return self.rows > 0
-
-
-class Wire:
-    """The devices of an axis: a process group, or in a rehearsal the threads that stand for them."""
-
-    def __init__(self, axis: Axis | None) -> None:
-        self.axis = axis
-        self.index: int = rehearsal.index_here() if axis is None else axis.index
-
-    def rows(self, x: Tensor, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
-        """Rows that come from each device, for rows sent to each."""
-        if self.axis is None:
-            return rehearsal.rows_of_all(x, sends)
-        made = x.new_empty((sum(comes), *x.shape[1:]))
-        given = x.contiguous(), list(comes), list(sends)
-        wait_for(dist.all_to_all_single(made, *given, group=self.axis.group, async_op=True))
-        return made
-
-    def gathered(self, x: Tensor) -> list[list[int]]:
-        """The numbers that each device has."""
-        if self.axis is None:
-            return [of.tolist() for of in rehearsal.held_by_all(x, "all_gather")]
-        made = x.new_empty(self.axis.size * x.numel())
-        wait_for(gather_into(made, x, group=self.axis.group, async_op=True))
-        found: list[list[int]] = made.view(self.axis.size, -1).tolist()
-        return found
-
-    def most(self, n: int, device: torch.device) -> int:
-        """The largest number that a device has."""
-        if self.axis is None:
-            return int(max(rehearsal.held_by_all(torch.tensor(n), "all_reduce")))
-        number = torch.tensor([n], device=device)
-        wait_for(dist.all_reduce(number, dist.ReduceOp.MAX, group=self.axis.group, async_op=True))
-        return int(number)
 
 
 class Way:

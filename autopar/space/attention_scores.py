@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.graph.graph import call_of
+from autopar.ops.attention import DESCRIBED, sees_of
+from autopar.ops.entry import facts_of
+from autopar.ops.local import OpOnDevice
 from autopar.sharding.cost_model import Heads
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.chosen import Chosen
@@ -32,24 +36,22 @@ class AttentionScores:
             more *= self.lengths(chosen, operand, -2) / np.maximum(chosen.lengths(operand, -2, self.mesh), 1.0)
         return more
 
-    def heads(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None, length: np.ndarray) -> Heads:
+    def heads(self, chosen: Chosen, as_cut: tuple[str, np.ndarray] | None, length: np.ndarray) -> Heads:
         """The heads of an attention, and the share of scores that is computed."""
-        is_causal = name.endswith(" causal")
+        is_causal = sees_of(call_of(chosen.node)).right == 0
         cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
         # Where queries are cut, the work already counts only the scores that are computed.
-        share = np.where(cut | (not is_causal), 1.0, 0.5)
+        share = np.where(cut | (not is_causal) | (chosen.op == DESCRIBED), 1.0, 0.5)
         return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
 
-    def seen(self, chosen: Chosen, name: str, as_cut: tuple[str, np.ndarray] | None) -> np.ndarray | float:
-        """The share of keys that the last part of a causal attention's cut queries sees, by choice."""
-        if as_cut is None or not name.endswith(" causal"):
-            return 1.0
-        queries, keys = (chosen.operands[k].shape[-2] for k in (0, 1))
-        held = chosen.lengths(0, -2, self.mesh)
-
-        def pairs(rows: np.ndarray | int) -> np.ndarray:
-            """Pairs of queries and keys in the first rows, each of which sees the keys up to its own place."""
-            inside: np.ndarray = np.minimum(rows, keys)
-            return inside**2 / 2 + (rows - inside) * keys
-
-        return np.where(as_cut[1], (pairs(queries) - pairs(queries - held)) / (held * keys), 1.0)
+    def seen(self, chosen: Chosen, as_cut: tuple[str, np.ndarray] | None) -> np.ndarray | float:
+        """The share of scores that the fullest device computes in a form of autopar's own, by choice."""
+        share = facts_of(chosen.op).scores
+        assert share is not None
+        cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
+        is_own = cut | (chosen.op == DESCRIBED)
+        call = call_of(chosen.node)
+        return np.array(
+            [share(call, OpOnDevice.fullest(self.mesh, choice)) if own else 1.0
+             for choice, own in zip(chosen.choices, is_own, strict=True)]
+        )  # fmt: skip

@@ -156,12 +156,12 @@ def port_of(value: fx.Node) -> int:
 def _is_plain(node: fx.Node) -> bool:
     """Whether the same kernels run an op on every device."""
     facts = facts_of(op_name(node))
-    return not facts.draws and not facts.heads and info(node).random < 0 and op_name(node) != "identity"
+    return not facts.draws and facts.scores is None and info(node).random < 0 and op_name(node) != "identity"
 
 
 def is_opened(node: fx.Node, lies: Mapping[fx.Node, torch.Tensor]) -> bool:
     """Whether torch runs an attention without dropout unfused on a CPU, for its layouts or its mask."""
-    if not facts_of(op_name(node)).heads or info(node).random >= 0:
+    if facts_of(op_name(node)).scores is None or info(node).random >= 0:
         return False
     given, mask = [lies[node.kwargs[name]] for name in ("query", "key", "value")], node.kwargs.get("attn_mask")
     is_plain = all(t.dim() == 4 and (t.stride(-1) == 1 or t.shape[-1] == 1) for t in given)

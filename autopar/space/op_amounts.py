@@ -35,7 +35,7 @@ def amounts_of(chosen: Chosen, traffic: Traffic, mesh: DeviceMesh) -> Amounts:
     per_point = product[0] if product else 1.0
     is_product = product is not None and chosen.binding is not None
     roles, groups = None, list[str]()
-    if is_product and chosen.binding is not None and not facts_of(chosen.op).heads:
+    if is_product and chosen.binding is not None and facts_of(chosen.op).scores is None:
         roles = roles_of(chosen.binding, loops)
         groups = groups_of_rows(chosen.binding, loops) if roles is not None else groups
     count = len(chosen.choices)

@@ -52,7 +52,9 @@ class OpBytes:
         if facts.part_work is not None:
             more, more_back = self._part_work(op)
             forward, backward = forward + more, backward + more_back
-        if op in self.lifetimes.backward and (facts.heads or (facts.work is None and facts.part_work is None)):
+        if op in self.lifetimes.backward and (
+            facts.scores is not None or (facts.work is None and facts.part_work is None)
+        ):
             forward, backward = self._beyond(op)
         return forward, backward
 
@@ -162,7 +164,7 @@ class OpBytes:
         """Bytes of the workspace of an op's local form in forward and in backward, by choice."""
         call, part_work = call_of(op), facts_of(op_name(op)).part_work
         assert part_work is not None
-        like = (op_name(op), op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"))
+        like = (op_name(op), op.kwargs.get("is_causal"), op.kwargs.get("dropout_p"), op.kwargs.get("sees"))
         return self._by_parts(op, like, lambda held, here: part_work(call, held, self.kind, here))
 
     def _part_keeps(self, op: fx.Node) -> np.ndarray:

@@ -174,8 +174,8 @@ class OpSeconds:
         if facts.spreads and any(map(chosen.is_broadcast, chosen.operands)):
             names = (name + BROADCAST, *names)
         work = amounts.work
-        if facts.heads:
-            work = work * self.attention.computed(chosen) * self.attention.seen(chosen, name, as_cut)
+        if facts.scores is not None:
+            work = work * self.attention.computed(chosen) * self.attention.seen(chosen, as_cut)
         # A fused op goes without its timed name: that time was measured for the op alone.
         is_in_chain = self.chains is not None and is_fused(chosen.node)
         return Kernel(
@@ -187,7 +187,7 @@ class OpSeconds:
             starts=amounts.starts,
             is_product=facts.flops is not None,
             matrices=amounts.matrices,
-            heads=self.attention.heads(chosen, name, as_cut, size) if facts.heads and size is not None else None,
+            heads=self.attention.heads(chosen, as_cut, size) if facts.scores is not None and size is not None else None,
             hands_on=facts.spreads and keeps_nothing,
             as_cut=as_cut,
             size=size,
@@ -203,7 +203,7 @@ class OpSeconds:
             return work / np.maximum(read + chosen.elements(self.mesh), 1.0)
         if asked is None:
             return None
-        return self.attention.lengths(chosen, *asked) if facts.heads else chosen.lengths(*asked, self.mesh)
+        return self.attention.lengths(chosen, *asked) if facts.scores is not None else chosen.lengths(*asked, self.mesh)
 
     def _beside(self, chosen: Chosen, name: str, tensors: int) -> Kernel:
         """A kernel, timed under `name`, that reads and writes `tensors` tensors of the result's size."""

@@ -106,7 +106,7 @@ def kept_by(
     if callable(line):
         line = line(call_of(node), kind)
     values: list[fx.Node] = []
-    if backward is not None and (line is None or not line.extra or facts_of(op_name(node)).heads):
+    if backward is not None and (line is None or not line.extra or facts_of(op_name(node)).scores is not None):
         values += [n for k, n in enumerate(tensor_operands(node)) if k in backward.reads]
         values += [n for n in walks.results(node) if port_of(n) in backward.reads_out]
         besides = backward.besides

@@ -1,4 +1,4 @@
-"""Causal attention of cut queries.
+"""Attention of cut queries, whose keys are whole or go round.
 
 Equal to torch's own, without a tensor of the size of the scores, and no larger than its plan says on the rank that
 holds most.
@@ -20,9 +20,10 @@ import autopar
 from autopar import Cluster
 from autopar.codegen.lower import lower
 from autopar.letters import NotServed
-from autopar.ops import attention as entry
+from autopar.ops.attention import attend_plainly
 from autopar.runtime import attention
-from autopar.runtime.attention import causal_attention_part
+from autopar.runtime.dealing import Cutting, Setup
+from autopar.runtime.sees import Sees
 from autopar.sharding.placement import S
 from autopar.solver import solve
 from autopar.space.setting import Setting
@@ -62,11 +63,14 @@ def whole_and_by_parts(shapes, parts, how, dtype):
         out.backward(upon.to(of))
         found.append([out.detach(), *(t.grad for t in held)])
     held = [t.clone().requires_grad_() for t in given]
-    step, start, outs = -(-shapes[0][-2] // parts), 0, []
-    for query, gradient in zip(held[0].split(step, -2), upon.split(step, -2), strict=True):
-        outs.append(causal_attention_part(query, held[1], held[2], start, **how))
+    rows, outs = shapes[0][-2], []
+    sees = Sees(right=0, scale=how.get("scale")).text()
+    for place, (query, gradient) in enumerate(
+        zip(held[0].split(-(-rows // parts), -2), upon.split(-(-rows // parts), -2), strict=True)
+    ):
+        setup = Setup(sees, rows, shapes[1][-2], (Cutting("cut", parts, place),)).text()
+        outs.append(attend_plainly(query, held[1], held[2], how.get("enable_gqa", False), setup))
         outs[-1].backward(gradient)
-        start += query.shape[-2]
     return (*found, [torch.cat(outs, -2).detach(), *(t.grad for t in held)])
 
 
@@ -124,9 +128,9 @@ class Attends(nn.Module):
         return F.mse_loss(x + self.o(h.transpose(1, 2).flatten(2)), y)
 
 
-def planned(model, batch, mesh, order="S(1)@0"):
+def planned(model, batch, mesh, order="S(1)@0", rings=()):
     """The fastest plan on devices with the CPU's kernels under which every axis cuts the queries along the sequence,
-    from the input on.
+    from the input on; along some axes keys go round.
     """
     generic, graph = Cluster.of("generic"), ColoTracer().trace(model, batch)
     space = shardings(
@@ -137,7 +141,11 @@ def planned(model, batch, mesh, order="S(1)@0"):
     sites = []
     for site in space.sites:
         elsewhere = [
-            site.op == "scaled_dot_product_attention" and any(f.value != S(2) for f in c.operand(0))
+            site.op == "scaled_dot_product_attention"
+            and (
+                any(f.value != S(2) for f in c.operand(0))
+                or any((f.value == S(2)) != (axis in rings) for axis, f in enumerate(c.operand(1)))
+            )
             for c in site.choices
         ]
         sites.append(replace(site, seconds=np.where(elsewhere, np.inf, site.seconds)))
@@ -166,37 +174,49 @@ def compare(model, batch, plan, threads):
 
 
 @pytest.mark.parametrize(
-    "length, mesh, order, how",
+    "length, mesh, order, rings, how",
     [
-        pytest.param(22, (4,), "S(1)@0", {}, id="uneven"),
-        pytest.param(21, (2, 2), "S(1)@0, S(1)@1", {"groups": 2}, id="two axes, uneven, grouped heads"),
-        pytest.param(22, (3,), "S(1)@0", {"words": 9}, id="fewer keys"),
-        pytest.param(22, (3,), "S(1)@0", {"causal": False, "words": 9, "groups": 2}, id="not causal"),
-        pytest.param(22, (3,), "S(1)@0", {"masked": True}, id="a mask that is given"),
+        pytest.param(22, (4,), "S(1)@0", (), {}, id="uneven"),
+        pytest.param(21, (2, 2), "S(1)@0, S(1)@1", (), {"groups": 2}, id="two axes, uneven, grouped heads"),
+        pytest.param(22, (3,), "S(1)@0", (), {"words": 9}, id="fewer keys"),
+        pytest.param(22, (3,), "S(1)@0", (), {"causal": False, "words": 9, "groups": 2}, id="not causal"),
+        pytest.param(22, (3,), "S(1)@0", (), {"masked": True}, id="a mask that is given"),
+        pytest.param(22, (4,), "S(1)@0", (0,), {"groups": 2}, id="a ring, uneven"),
+        pytest.param(22, (3,), "S(1)@0", (0,), {"causal": False}, id="a ring, not causal"),
+        pytest.param(21, (2, 2), "S(1)@0, S(1)@1", (1,), {"groups": 2}, id="a ring on the minor axis"),
+        pytest.param(21, (2, 2), "S(1)@0, S(1)@1", (0,), {}, id="a ring on the major axis"),
+        pytest.param(21, (2, 2), "S(1)@0, S(1)@1", (0, 1), {}, id="two rings"),
     ],
 )
-def test_a_cut_model_computes_what_it_computes(length, mesh, order, how, threads):
+def test_a_cut_model_computes_what_it_computes(length, mesh, order, rings, how, threads):
     torch.manual_seed(0)
     model, batch = Attends(**how).double(), batch_of(length, torch.float64)
-    compare(model, batch, planned(model, batch, mesh, order), threads)
+    compare(model, batch, planned(model, batch, mesh, order, rings), threads)
 
 
 def backward_of_its_own_sums(patch):
     """Each call goes backward from its own output and sums instead of the rows'."""
 
     def broken(call, gradient, query, key, value, out, log_sum):
-        out, log_sum = attend(call, query, key, value)
+        out, log_sum = attention.fused_attention(call, query, key, value)
         return attend_backward(call, gradient, query, key, value, out, log_sum)
 
-    attend, attend_backward = attention._attend, attention._attend_backward
-    patch.setattr(attention, "_attend_backward", broken)
+    attend_backward = attention.fused_attention_backward
+    patch.setattr(attention, "fused_attention_backward", broken)
+
+
+def places_from(first):
+    """Every device takes its queries for those from its first place on plus `first`."""
+
+    def patched(patch):
+        found = attention.ranges_of
+        patch.setattr(attention, "ranges_of", lambda rows: [(a + first, z + first) for a, z in found(rows)])
+
+    return patched
 
 
 BROKEN = {
-    "every part begins at the first key": lambda patch: patch.setattr(entry, "start_here", lambda *_: 0),
-    "a part starts one key late": lambda patch: patch.setattr(
-        entry, "start_here", lambda *at, start=entry.start_here: start(*at) + 1
-    ),
+    "queries stand one place early": places_from(-1),
     "calls go backward from their own sums": backward_of_its_own_sums,
 }
 

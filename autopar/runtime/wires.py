@@ -1,0 +1,105 @@
+"""`Wire`: what local forms send along an axis, whether its devices are processes or threads of a rehearsal.
+
+`EXCHANGING` has the ops whose kernels send: in a program their axes become axes, and functions run instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime import rehearsal
+from autopar.runtime.agreement import wait_for
+from autopar.runtime.collectives import Axis, gather_into
+
+
+class Wire:
+    """The devices of an axis: a process group, or in a rehearsal the threads that stand for them."""
+
+    def __init__(self, axis: Axis | None) -> None:
+        self.axis = axis
+        self.index: int = rehearsal.index_here() if axis is None else axis.index
+
+    def rows(self, x: Tensor, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
+        """Rows that come from each device, for rows sent to each."""
+        if self.axis is None:
+            return rehearsal.rows_of_all(x, sends)
+        made = x.new_empty((sum(comes), *x.shape[1:]))
+        given = x.contiguous(), list(comes), list(sends)
+        wait_for(dist.all_to_all_single(made, *given, group=self.axis.group, async_op=True))
+        return made
+
+    def gathered(self, x: Tensor) -> list[list[int]]:
+        """The numbers that each device has."""
+        if self.axis is None:
+            return [of.tolist() for of in rehearsal.held_by_all(x, "all_gather")]
+        made = x.new_empty(self.axis.size * x.numel())
+        wait_for(gather_into(made, x, group=self.axis.group, async_op=True))
+        found: list[list[int]] = made.view(self.axis.size, -1).tolist()
+        return found
+
+    def most(self, n: int, device: torch.device) -> int:
+        """The largest number that a device has."""
+        if self.axis is None:
+            return int(max(rehearsal.held_by_all(torch.tensor(n), "all_reduce")))
+        number = torch.tensor([n], device=device)
+        wait_for(dist.all_reduce(number, dist.ReduceOp.MAX, group=self.axis.group, async_op=True))
+        return int(number)
+
+    def passed_on(self, x: Tensor, by: int, shape: Sequence[int]) -> Callable[[], Tensor]:
+        """Send a tensor so many places on and receive one of this shape; what is returned waits for it."""
+        if self.axis is None:
+            others = rehearsal.held_by_all(x, "send")
+            return lambda: others[(self.index - by) % len(others)]
+        made = x.new_empty(tuple(shape))
+        sent = x.contiguous()  # It has to live until it is sent.
+        sends = self._to((self.index + by) % self.axis.size, sent)
+        comes = self._to((self.index - by) % self.axis.size, made)
+        # Backends send nothing where nothing is to be sent: it costs what a send and a receive cost.
+        flat = made.view(-1), sent.view(-1)
+        work = dist.all_to_all_single(*flat, comes, sends, group=self.axis.group, async_op=True)
+
+        def wait(_: Tensor = sent) -> Tensor:
+            wait_for(work)
+            return made
+
+        return wait
+
+    def _to(self, other: int, x: Tensor) -> list[int]:
+        assert self.axis is not None
+        return [x.numel() if i == other else 0 for i in range(self.axis.size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanging:
+    """An op whose kernel sends along axes; both functions take the arguments of the op."""
+
+    run: Callable[..., Any]  # the kernel; its second argument is the axes
+    axes: Callable[..., tuple[str, ...]]  # the axes along which a call sends
+    sent: Callable[..., Iterable[tuple[str, str, int]]]  # messages of a call: axis, kind and number
+
+
+EXCHANGING: dict[Any, Exchanging] = {}
+
+
+def wires_of(names: Iterable[str], axes: Sequence[Axis]) -> dict[str, Wire]:
+    """The wires along some axes, which are threads of a rehearsal where no axes are given."""
+    by_name = {axis.name: axis for axis in axes}
+    return {name: Wire(by_name.get(name)) for name in names}
+
+
+def sent_by(op: Any, arguments: Sequence[Any]) -> Iterable[tuple[str, str, int]]:
+    """The messages of a call of an exchanging op: axis, kind and number."""
+    return EXCHANGING[op].sent(*arguments)
+
+
+def on_axes(op: Any, arguments: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """The function that runs an op on axes, and its arguments; None where it sends along none."""
+    exchanging = EXCHANGING.get(op)
+    axes = exchanging.axes(*arguments) if exchanging else ()
+    return (exchanging.run, (arguments[0], axes, *arguments[1:])) if exchanging and axes else None
