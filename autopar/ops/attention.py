@@ -31,7 +31,7 @@ from autopar.runtime.attention import attention_on_device, leading_dims, with_ba
 from autopar.runtime.dealing import HALVES, WORK, Cutting, Setup
 from autopar.runtime.private import plays_all_ranks
 from autopar.runtime.rings import messages_of_ring, steps_of
-from autopar.runtime.sees import Places, Sees
+from autopar.runtime.sees import SIZES, Places, Sees
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import part
 
@@ -123,8 +123,9 @@ def _dealt(sees: Sees, queries: int, keys: int, parts: tuple[int, ...], is_told:
         return HALVES
     if is_told and (sees.left is None or sees.right is None):
         return WORK
-    fullest = pairs_of_fullest(sees, queries, keys, parts, "")
-    return WORK if fullest * math.prod(parts) > LIMITS.uneven * _pairs(sees, queries, keys).sum() else ""
+    rows = max(z - a for a, z in _parts(0, queries, parts))
+    even = rows * float(_pairs(sees, queries, keys).mean())
+    return WORK if pairs_of_fullest(sees, queries, keys, parts, "") > LIMITS.uneven * even else ""
 
 
 @functools.lru_cache(maxsize=256)
@@ -168,14 +169,14 @@ def scores(call: OpCall, here: Here) -> float:
 def is_by_parts(here: Here, call: OpCall) -> bool:
     """Whether one of torch's calls runs in autopar's own form, as its queries or keys are cut."""
     how = setup_at(here, call)
-    return bool(how.rings) or bool(how.cuts and call.arguments.get("is_causal"))
+    return call.random < 0 and (bool(how.rings) or bool(how.cuts and call.arguments.get("is_causal")))
 
 
 def part_with_mask(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Attention written out, with dropout by position, or attention of local queries; else None."""
+    if call.random < 0 and not is_by_parts(here, call):
+        return None
     if call.random < 0:
-        if not is_by_parts(here, call):
-            return None
         _expect_own_program(call)
         q, k, v = (kwargs[name] for name in ("query", "key", "value"))
         how = dict(grouped=bool(kwargs.get("enable_gqa")), setup=setup_at(here, call).text())
@@ -305,7 +306,51 @@ def work(call: OpCall) -> tuple[str, str]:
 
 
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
-    return 0, 0
+    """Temporary bytes of autopar's own form, forward and backward, beyond results and gradients.
+
+    Results of several calls are merged in the dtype of accumulation, in which gradients are added up, too. In a ring
+    the next keys and values arrive meanwhile, in backward with gradients on their way. A GPU has no fused kernel for
+    float64, and none bends scores: a part of them is in memory. Counted, op by op.
+    """
+    if call.op != DESCRIBED and not is_by_parts(here, call):
+        return 0, 0
+    how = setup_at(here, call)
+    sees = sees_of(call)
+    query, key, value = held[:3]
+    item = call.arguments["query"].itemsize
+    width = max(query[-1], value[-1])
+    rows = item * width * math.prod(query[:-1])
+    keys = item * width * math.prod(key[:-1])
+    wide = max(4, item) / item
+    is_told = how.given[0] or bool(sees.chunk)
+    is_merged = bool(how.cuts or how.given[1] or sees.left)
+    tile = rows / 2 + 2 * keys if is_merged and not is_told else rows / 4 + keys / 4
+    forward = rows * (wide**2 + 0.2 if is_merged and not is_told else wide * (wide - 1) + 0.3)
+    if how.rings:
+        forward += 4.6 * keys
+        backward = (3 + 8 * wide) * keys + 1.1 * wide * rows
+    elif is_merged or is_told:
+        backward = max((wide - 1) * (rows + 2 * keys) + tile, (wide > 1) * (wide * rows + 2 * (wide - 1) * keys))
+    else:
+        backward = 1.15 * rows
+    if how.dealt:
+        backward += rows  # their gradient, as it was dealt
+    if sees.left is not None and kind == "cpu":
+        forward += (item + 1) * SIZES.block * (SIZES.block + min(sees.left, how.keys))
+    if sees.softcap is not None or (kind, call.arguments["query"].dtype) == ("cuda", "float64"):
+        scores = wide * item * min(SIZES.scores, math.prod(query[:-1]) * key[-2])
+        forward += 2 * scores
+        backward += 2.5 * scores
+    return int(forward), int(backward)
+
+
+def kept_of_part(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
+    """Bytes of results as they were before they went back to where rows lie."""
+    if call.op != DESCRIBED and not is_by_parts(here, call):
+        return 0
+    query, value = held[0], held[2]
+    is_dealt = bool(setup_at(here, call).dealt)
+    return is_dealt * call.arguments["query"].itemsize * math.prod(query[:-1]) * value[-1]
 
 
 op(
@@ -320,6 +365,7 @@ op(
     keeps=kept_with_mask,
     work=work,
     part_work=work_of_part,
+    part_keeps=kept_of_part,
     joint=True,
     timed=timed,
     second_size=(1, -2),
@@ -338,6 +384,7 @@ op(
     exchanges=exchanged,
     keeps=kept_with_description,
     part_work=work_of_part,
+    part_keeps=kept_of_part,
     joint=True,
     timed=timed,
     second_size=(1, -2),

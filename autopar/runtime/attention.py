@@ -94,32 +94,60 @@ class Given:
 # -- what a device computes
 
 
-@dataclass(slots=True, eq=False)
-class _Sum:
-    """Results of some calls, merged: outputs in the dtype of accumulation, and log-sum-exps."""
+class _Parts:
+    """What calls on tiles give, put together in the dtype of accumulation; one call on all stays as it is."""
 
-    out: Tensor
-    log_sum: Tensor
-    is_new: bool = True
+    def __init__(self, shape: Sequence[int], wide: torch.dtype, like: Tensor) -> None:
+        self.shape = tuple(shape)
+        self.wide = wide
+        self.like = like
+        self.whole: Tensor | None = None
 
-    def add(self, tile: Tile, out: Tensor, log_sum: Tensor) -> None:
-        """Merge what a call gives for some of the rows."""
-        where = tile.of_queries
-        if self.is_new and out.shape[:-1] == self.out.shape[:-1]:
-            self.out = out
+    def takes(self, x: Tensor) -> bool:
+        """Whether this is the first part, and all of it."""
+        if self.whole is None and x.shape == self.shape:
+            self.whole = x
+            return True
+        return False
+
+    def total(self) -> Tensor:
+        """The tensor to which parts are added."""
+        if self.whole is None:
+            self.whole = empty_rows(self.like, self.shape[2], self.shape[3], self.wide).zero_()
+        self.whole = self.whole.to(self.wide)
+        return self.whole
+
+    def found(self) -> Tensor:
+        """All parts together; zeros where there are none."""
+        return self.total() if self.whole is None else self.whole
+
+    def add(self, where: tuple[slice, ...], x: Tensor) -> None:
+        if not self.takes(x):
+            self.total()[where] += x
+
+
+class _Rows(_Parts):
+    """Results of calls on ranges of keys, merged by the log-sum-exps of their rows."""
+
+    def __init__(self, shape: Sequence[int], wide: torch.dtype, like: Tensor) -> None:
+        super().__init__(shape, wide, like)
+        self.log_sum = torch.full(self.shape[:-1], -torch.inf, dtype=wide, device=like.device)
+
+    def merge(self, tile: Tile, out: Tensor, log_sum: Tensor) -> None:
+        """Add what a call gives for some of the rows."""
+        if self.takes(out):
             self.log_sum = log_sum
-        else:
-            self.out = self.out.to(log_sum.dtype)
-            before = self.log_sum[where]
-            after = torch.logaddexp(before, log_sum)
-            of_out = self.out[where]
-            of_out.mul_((before - after).exp_().unsqueeze(-1)).add_(out * (log_sum - after).exp_().unsqueeze(-1))
-            self.log_sum[where] = after
-        self.is_new = False
+            return
+        rows = self.total()[tile.of_queries]
+        before = self.log_sum[tile.of_queries]
+        after = torch.logaddexp(before, log_sum)
+        rows.mul_((before - after).exp_().unsqueeze(-1))
+        rows.addcmul_(out.to(self.wide), (log_sum - after).exp_().unsqueeze(-1))
+        self.log_sum[tile.of_queries] = after
 
-    def with_sinks(self, sinks: Tensor) -> None:
+    def add_sinks(self, sinks: Tensor) -> None:
         after = torch.logaddexp(self.log_sum, sinks.to(self.log_sum.dtype)[:, None])
-        self.out = self.out * (self.log_sum - after).exp_().unsqueeze(-1)
+        self.total().mul_((self.log_sum - after).exp_().unsqueeze(-1))
         self.log_sum = after
 
 
@@ -153,41 +181,54 @@ class _Attention:
         """The output, and the log-sum-exps of rows."""
         given = self.given
         q, k, v = _of_one_width(given.query, given.key, given.value)
-        nothing = q.new_full(q.shape[:-1], -torch.inf, dtype=self.wide)
-        found = _Sum(q.new_zeros(q.shape, dtype=self.wide), nothing)
+        found = _Rows(q.shape, self.wide, q)
         for step, keys, values in self._blocks(k, v):
             for tile in self.tiles(step):
-                found.add(tile, *self._attend(tile, q, keys, values))
+                found.merge(tile, *self._attend(tile, q, keys, values))
         if given.sinks is not None:
-            found.with_sinks(given.sinks)
-        return _laid(found.out[..., : given.value.shape[-1]], given.query.dtype), found.log_sum.contiguous()
+            found.add_sinks(given.sinks)
+        out = found.found()[..., : given.value.shape[-1]]
+        return _laid(out, given.query.dtype), found.log_sum.contiguous()
 
     def backward(self, out: Tensor, log_sum: Tensor, gradient: Tensor) -> list[Tensor]:
         """Gradients of queries, keys, values and sinks."""
         given = self.given
         q, k, v, g, o = _of_one_width(given.query, given.key, given.value, gradient, out)
-        of_query = torch.zeros(q.shape, dtype=self.wide, device=q.device)
-        of_key = of_query.new_zeros(0)
+        of_query = _Parts(q.shape, self.wide, q)
         comes: Callable[[], Tensor] | None = None
+        halves: Sequence[Tensor] = ()
         steps = self.keys.steps
         for (step, keys, values), after in itertools.zip_longest(self._blocks(k, v), steps[1:]):
-            own = of_query.new_zeros(*keys.shape[:-1], 2 * k.shape[-1])
+            own = [_Parts(x.shape, self.wide, x) for x in (keys, values)]
             for tile in self.tiles(step):
                 found = self._attend_backward(tile, (g, q, keys, values, o), log_sum)
-                of_query[tile.of_queries] += found[0]
-                own[tile.of_keys] += torch.cat(found[1:], -1)
-            of_key = own if comes is None else own.add_(comes())
-            comes = self.keys.move(of_key, step, after) if after else None
-        if len(steps) > 1:
-            of_key = self.keys.move(of_key, steps[-1], steps[0])()
-        halves = F.pad(of_key, (0, 0, 0, k.shape[-2] - of_key.shape[-2])).split(k.shape[-1], -1)
-        grads = zip((of_query, *halves), (given.query, given.key, given.value), strict=True)
-        made = [x[..., : like.shape[-1]].to(like.dtype) for x, like in grads]
+                of_query.add(tile.of_queries, found[0])
+                for parts, x in zip(own, found[1:], strict=True):
+                    parts.add(tile.of_keys, x)
+                del found
+            if len(steps) == 1:
+                halves = [own.pop(0).found() for _ in range(2)]
+                break
+            packed = torch.cat([parts.total() for parts in own], -1)
+            own.clear()
+            if comes is not None:
+                packed.add_(comes())
+                comes = None  # It holds what was sent.
+            comes = self.keys.move(packed, step, after or steps[0])
+            del packed
+        if comes is not None:
+            halves = comes().split(k.shape[-1], -1)
+        if (missing := k.shape[-2] - halves[0].shape[-2]) > 0:
+            halves = [F.pad(x, (0, 0, 0, missing)) for x in halves]
+        wide = [of_query.found(), *halves]
+        del of_query, halves
+        likes = given.query, given.key, given.value
+        made = [_laid(wide.pop(0)[..., : like.shape[-1]], like.dtype) for like in likes]
         if given.sinks is not None:
             shares = (given.sinks.to(log_sum.dtype)[:, None] - log_sum).exp()
             of_sinks = -((gradient * out).sum(-1, dtype=log_sum.dtype) * shares).sum((0, 2))
             made.append(of_sinks.to(given.sinks.dtype))
-        return [_laid(x, x.dtype) if x.dim() == 4 else x for x in made]
+        return made
 
     def _blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
         """Keys and values step by step."""

@@ -128,6 +128,11 @@ class _Stage(NamedTuple):
     comes: tuple[int, ...]
     arrange: np.ndarray
 
+    @property
+    def arranged_back(self) -> tuple[np.ndarray, np.ndarray]:
+        """The order in which rows that arrived are sent back, and how what returns is put in order."""
+        return np.argsort(self.arrange), np.argsort(self.order)
+
 
 class Deal:
     """How rows of queries, or of keys that go round, are dealt."""
@@ -221,24 +226,22 @@ def _nothing() -> Places:
 
 def dealt(tensors: Sequence[Tensor], deal: Deal, wires: dict[str, Wire], room: int, is_back: bool) -> list[Tensor]:
     """Bring rows [b, heads, rows, width] where they are computed, or back, in one message an axis."""
-    widths = [x.shape[0] * x.shape[1] * x.shape[3] for x in tensors]
-    rows = torch.cat([x.movedim(2, 0).flatten(1) for x in tensors], 1)
-    if is_back:
-        rows = rows[: len(deal.here)]
+    columns = [x.shape[0] * x.shape[1] * x.shape[3] for x in tensors]
+    rows = [x.movedim(2, 0) for x in tensors]
     for stage in reversed(deal.stages) if is_back else deal.stages:
-        order, arrange = (torch.from_numpy(index).to(rows.device) for index in (stage.order, stage.arrange))
-        wire = wires[stage.axis]
-        if is_back:
-            arrived = wire.rows(rows[arrange.argsort()], stage.comes, stage.sends)
-            rows = arrived[order.argsort()]
-        else:
-            rows = wire.rows(rows[order], stage.sends, stage.comes)[arrange]
+        order, arrange = stage.arranged_back if is_back else (stage.order, stage.arrange)
+        sends, comes = (stage.comes, stage.sends) if is_back else (stage.sends, stage.comes)
+        sent = [x[torch.from_numpy(order).to(x.device)].flatten(1) for x in rows]
+        arrived = wires[stage.axis].rows(torch.cat(sent, 1) if len(sent) > 1 else sent[0], sends, comes)
+        del sent, rows
+        rows = list(arrived[torch.from_numpy(arrange).to(arrived.device)].split(columns, 1))
+        del arrived
     made = []
-    for x, part in zip(tensors, rows.split(widths, 1), strict=True):
+    for x, part in zip(tensors, rows, strict=True):
         laid = empty_rows(x, room, x.shape[3])
         laid[:, :, : len(part)] = part.view(len(part), *x.shape[:2], x.shape[3]).movedim(0, 2)
-        made.append(laid)
         laid[:, :, len(part) :] = 0
+        made.append(laid)
     return made
 
 

@@ -108,8 +108,9 @@ class Keys:
     def blocks(self, packed: Tensor) -> Iterator[tuple[Step, Tensor]]:
         """Keys and values step by step; the next ones are on their way meanwhile."""
         packed = packed[:, :, : len(self.rows(self.steps[0]))]
-        for step, after in itertools.zip_longest(self.steps, self.steps[1:]):
-            comes = self.move(packed, step, after) if after else None
+        for step, after in itertools.pairwise(self.steps):
+            comes = self.move(packed, step, after)
             yield step, packed
-            if comes is not None:
-                packed = comes()
+            packed = comes()
+            del comes  # It holds what was sent.
+        yield self.steps[-1], packed

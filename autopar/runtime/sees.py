@@ -29,7 +29,7 @@ class Sizes:
 
     # Queries of a call at a window's edge where no kernel has windows: half a window is then computed in vain. Chosen.
     block: int = 512
-    scores: int = 1 << 25  # scores that are in memory at once where attention is written out
+    scores: int = 1 << 24  # scores that are in memory at once where attention is written out
     # Pieces of a device where queries are dealt by work. Documents of drawn lengths then differ by a few percent.
     pieces: int = 16
 

@@ -171,7 +171,13 @@ class OpBytes:
         """Bytes that an op's local form keeps for its backward, by choice."""
         call, part_keeps = call_of(op), facts_of(op_name(op)).part_keeps
         assert part_keeps is not None
-        like = ("keeps", op_name(op), op.kwargs.get("padding_idx") is None)
+        like = (
+            "keeps",
+            op_name(op),
+            op.kwargs.get("padding_idx") is None,
+            op.kwargs.get("is_causal"),
+            op.kwargs.get("sees"),
+        )
         return self._by_parts(op, like, lambda held, here: (part_keeps(call, held, here),))[0]
 
     def _by_parts(self, op: fx.Node, like: object, bytes_of: BytesOf) -> tuple[np.ndarray, ...]:

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
 from autopar import Cluster
@@ -28,8 +27,9 @@ from autopar.sharding.placement import S
 from autopar.solver import solve
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
-from autopar.testing import Equality, Unequal
+from autopar.testing import Equality, Unequal, on_processes
 from autopar.tracer import ColoTracer
+from benchmarks.memory import Live
 from tests.training import whole
 
 CALLS = {  # shapes of query, key and value, in how many parts, and how else it is called
@@ -248,25 +248,43 @@ def test_no_tensor_is_as_large_as_the_scores(causal):
             assert max(v.numel() for v in values) < length * length // mesh.size
 
 
-@pytest.mark.parametrize(
-    "how, dtype", [({}, torch.float32), ({"heads": 8, "groups": 2}, torch.bfloat16)], ids=["heads", "grouped heads"]
-)
-def test_the_last_rank_holds_what_the_plan_says(how, dtype, fake_world):
-    torch.manual_seed(0)
-    model, batch = Attends(**how).to(dtype), batch_of(2048, dtype)
-    plan = planned(model, batch, (4,))
-    with fake_world(4, rank=3):
+KEPT = [  # models, dtypes and rings; what is merged in single precision counts most in half precision
+    ({}, torch.float32, ()),
+    ({"heads": 8, "groups": 2}, torch.bfloat16, ()),
+    ({}, torch.float32, (0,)),
+    ({"heads": 8, "groups": 2}, torch.bfloat16, (0,)),
+]
+
+
+def held_by(rank, cases):
+    """The most bytes that a rank holds in its third step, by case."""
+    peaks = []
+    for model, batch, plan in cases:
         parallel = autopar.autoparallelize(model, batch, plan=plan)
-        optimizer, tracker = torch.optim.AdamW(parallel.parameters()), MemTracker()
-        tracker.track_external(parallel, optimizer, *batch.values())
-        with tracker:
+        optimizer = torch.optim.AdamW(parallel.parameters(), foreach=False)
+        live = Live([*parallel.parameters(), *parallel.buffers(), *batch.values()])
+        with live:
             for _ in range(3):
-                tracker.reset_mod_stats()
+                live.restart()
                 parallel(**batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert 0.98 <= plan.peak_bytes / peak <= 1.05
+        peaks.append(live.peak)
+    return peaks
+
+
+@pytest.mark.machines
+@pytest.mark.timeout(120)
+def test_no_rank_holds_more_than_the_plan_says():
+    """Attention is nearly all of these models, so that what is counted op by op shows."""
+    torch.manual_seed(0)
+    cases = []
+    for how, dtype, rings in KEPT:
+        model, batch = Attends(**how).to(dtype), batch_of(1024, dtype)
+        cases.append((model, batch, planned(model, batch, (4,), rings=rings)))
+    by_rank = on_processes(4, held_by, cases)
+    for (*_, plan), *peaks in zip(cases, *by_rank, strict=True):
+        assert 0.98 <= plan.peak_bytes / max(peaks) <= 1.2
 
 
 def test_one_program_for_all_ranks_is_refused(local_tensor):

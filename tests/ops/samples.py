@@ -68,6 +68,16 @@ def ignoring(targets, *rows):
     return targets
 
 
+def described(sees, heads=4, rows=12, documents=False, sinks=False, counts=False):
+    """A call of an attention with a description."""
+    given = dict(query=normal(2, heads, rows, 4), key=normal(2, 2, rows, 4), value=normal(2, 2, rows, 3), sees=sees)
+    if documents:
+        given["documents"] = (torch.arange(rows) >= torch.tensor([[5], [7]])).long()
+    if counts:
+        given["counts"] = (torch.arange(rows) < rows - 3).long()[None]
+    return {**given, **(dict(sinks=normal(heads)) if sinks else {})}
+
+
 def experts(layout, biases=False, **how):
     """A call of four experts, two for a row, one of which is missing now and then."""
     inner, width = 6, 6 if layout == ONE else 12
@@ -89,6 +99,11 @@ def experts(layout, biases=False, **how):
 
 SAMPLES |= {
     "experts": [experts(HALVES), experts(PAIRS, biases=True, transposed=True), experts(ONE, biases=True)],
+    "attention": [
+        described("right=0", documents=True, sinks=True),
+        described("left=3 right=0"),
+        described("right=0 softcap=1.5", counts=True),
+    ],
     "matmul": [dict(input=normal(5, 4), other=normal(4, 7)), dict(input=normal(3, 1, 5, 4), other=normal(6, 4, 7))],
     "eq": [dict(input=whole_numbers(3, 5, 4), other=whole_numbers(3, 4)), dict(input=whole_numbers(3, 5, 4), other=1)],
     "dropout": [dict(input=normal(5, 4), p=0.0)],
