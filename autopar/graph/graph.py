@@ -65,12 +65,15 @@ class Assume:
             and no mask tensors.
         finite: No value is inf or nan.
         imbalance: What experts of the fullest device get over the mean, where a router divides rows among devices.
+        documents: Mean length of the documents of a row, by which attention within documents is priced; without it, as
+            if a row were one document, which is an upper bound. No value depends on it.
         branches: Conditions by the line of the user's code at which they stand: {"model.py:84": True}.
     """
 
     no_padding: bool = False
     finite: bool = False
     imbalance: float = 1.1
+    documents: int | None = None
     branches: tuple[tuple[str, bool], ...] = ()
 
     def __post_init__(self) -> None:
@@ -80,6 +83,12 @@ class Assume:
             raise NotServed(
                 f"Assume(imbalance={self.imbalance!r}) is not a load of the fullest device over the mean",
                 advice="1.0, where a router loads all experts alike, or more",
+            )
+        is_length = isinstance(self.documents, int) and not isinstance(self.documents, bool) and self.documents > 0
+        if self.documents is not None and not is_length:
+            raise NotServed(
+                f"Assume(documents={self.documents!r}) is not a length of documents",
+                advice="their mean number of places, as 2048",
             )
 
 

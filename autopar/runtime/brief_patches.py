@@ -256,12 +256,48 @@ def parametrizations_write_nothing() -> contextlib.AbstractContextManager[None]:
     return patched(parametrize, "_maybe_set", replacing(parametrize._maybe_set))
 
 
-def transformers_look_at_masks() -> contextlib.AbstractContextManager[None]:
-    """Let transformers' mask code believe that nobody traces, so that it drops masks of ones.
+@contextlib.contextmanager
+def transformers_masks(is_tracing: Replacing, find_documents: Replacing, mask: Replacing) -> Iterator[None]:
+    """Replace the questions of transformers' mask code, and each function that makes masks.
 
-    Private: `transformers.masking_utils.is_tracing`, transformers 5.
+    Private: `transformers.masking_utils.is_tracing` and `find_packed_sequence_indices`, and
+    `transformers.utils.generic.GeneralInterface.__getitem__`, transformers 5.
     """
-    return _patched_if_imported("transformers.masking_utils", "is_tracing", lambda *_: False)
+    module = sys.modules.get("transformers.masking_utils")
+    if module is None:
+        yield
+        return
+    interface = module.GeneralInterface
+    look_up = interface.__getitem__
+
+    def looked_up(self: Any, key: Any) -> Any:
+        found = look_up(self, key)
+        return mask(found) if isinstance(self, module.AttentionMaskInterface) else found
+
+    with (
+        patched(module, "is_tracing", is_tracing(module.is_tracing)),
+        patched(module, "find_packed_sequence_indices", find_documents(module.find_packed_sequence_indices)),
+        patched(interface, "__getitem__", looked_up),
+    ):
+        yield
+
+
+def transformers_attention(replacing: Callable[[Any, bool], Any]) -> contextlib.AbstractContextManager[None]:
+    """Replace attention functions of transformers; `replacing` is told of a model's own one.
+
+    Private: `transformers.modeling_utils.AttentionInterface.get_interface`, transformers 5.
+    """
+    module = sys.modules.get("transformers.modeling_utils")
+    if module is None:
+        return contextlib.nullcontext()
+    interface = module.AttentionInterface
+    original = interface.get_interface
+
+    def get_interface(self: Any, implementation: Any, default: Any) -> Any:
+        found = original(self, implementation, default)
+        return replacing(found, found is default)
+
+    return patched(interface, "get_interface", get_interface)
 
 
 def transformers_experts(replacing: Any) -> contextlib.AbstractContextManager[None]:

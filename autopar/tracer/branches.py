@@ -78,6 +78,15 @@ def count(recorder: Recorder, mask: Tensor) -> int | None:
     return found
 
 
+def is_known(recorder: Recorder, tensor: Tensor) -> bool:
+    """Whether the values of a tensor are known while tracing, by proof or by what is declared."""
+    try:
+        _compute(recorder.node(tensor), set(), lambda _: True, recorder.assumptions.declared)
+    except Unknown:
+        return False
+    return True
+
+
 def _proved(node: fx.Node, by: set[str], function: Any, declared: Assume) -> Any:
     """The value, without assumptions where possible; `by` collects the reasons."""
     value = _of_a_draw(node)

@@ -2,8 +2,8 @@
 
     autograd.Function.apply      one node, with its backward; checkpoints are opened and their ops tagged
     numpy.random, random         a draw would be frozen into the graph: a letter
-    transformers                 with no_padding, its mask code is told that nobody traces, so that it looks at the
-                                 masks and drops them
+    transformers                 its mask code looks at masks that are known, and drops those of ones; masks are noted
+                                 with what they say, and attention functions become ops that need no mask tensor
     clear_autocast_cache         is noticed
     BatchNorm, Gamma.rsample     are spelled without questions about values, and without writing through a detached view
     TorchScript, torch.compile   run op by op, so that every op is seen
@@ -28,6 +28,7 @@ import torch.utils.checkpoint as checkpoints
 
 from autopar.ops.experts import assumed_imbalance
 from autopar.runtime import brief_patches
+from autopar.tracer.attention_masks import DescribedAttention
 from autopar.tracer.experts import experts_of_transformers
 from autopar.tracer.respelled import averages_over_all, cumulative_batch_norm, gamma_rsample
 
@@ -72,8 +73,7 @@ def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     yield brief_patches.function_apply(lambda original: _apply(recorder, original))
     yield brief_patches.clear_autocast_cache(lambda original: _clearing(recorder, original))
     yield brief_patches.checkpoint_generator(lambda original: _region(recorder, original))
-    if recorder.assumptions.declared.no_padding:
-        yield brief_patches.transformers_look_at_masks()
+    yield _described_attention(recorder)
     yield brief_patches.transformers_cache_nothing()
     yield brief_patches.parametrizations_write_nothing()
     lines = recorder.assumptions.lines
@@ -92,6 +92,19 @@ def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     )
     yield brief_patches.gamma_rsample(lambda original: _while_captured(recorder, original, gamma_rsample))
     yield _no_outside_randomness(recorder)
+
+
+@contextlib.contextmanager
+def _described_attention(recorder: Recorder) -> Iterator[None]:
+    attention = DescribedAttention(recorder)
+    with (
+        brief_patches.transformers_masks(attention.is_tracing, attention.find_documents, attention.mask_of),
+        brief_patches.transformers_attention(attention.function),
+    ):
+        try:
+            yield
+        finally:
+            attention.close()
 
 
 def _apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,7 +101,7 @@ def test_a_gate_that_is_no_body_runs_as_transformers_writes_it():
     expected = step(copy.deepcopy(model), batch)
     plan = autopar.plan(model, batch, mesh=1)
     assert "experts" not in [decision.op for decision in plan.decisions.values()]
-    assert "Own runs as transformers writes it" in str(plan)
+    assert any("Own runs as transformers writes it" in line for line in plan.assumptions)
     found = step(autopar.autoparallelize(model, batch, plan=plan), batch)
     Equality.in_float64("as written", found, expected, 1e-9).check()
 

@@ -112,10 +112,10 @@ def test_a_plan_for_a_gpu_made_on_a_laptop_shows_no_square_of_the_sequence():
         row.node: row.nbytes for row in table if row.what.endswith("scaled_dot_product_attention") and row.shape is None
     }
     assert set(made.values()) == {4 * 32 * length}  # one float32 a row of each of 32 heads
-    with_masks = ColoTracer().trace(model, batch)
-    assert [
-        n for n in with_masks.nodes for t in info(n).outputs if t.shape.count(length) > 1
-    ]  # what is not declared is not assumed
+    # What is not declared is not assumed: padding is an operand, and no square either.
+    padded = ColoTracer().trace(model, batch)
+    assert [n.kwargs["counts"] is not None for n in padded.nodes if op_name(n) == "attention"] == [True, True]
+    assert not [n for n in padded.nodes for t in info(n).outputs if t.shape.count(length) > 1]
 
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama", "hf_qwen3", "hf_bert", "hf_bart", "hf_opt"])

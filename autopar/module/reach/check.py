@@ -14,7 +14,7 @@ from autopar.module.reach.by_rule import by_rule
 from autopar.module.reach.moves import moved, view
 from autopar.module.reach.numbers import where
 from autopar.module.reach.pairs import OpPair, same_words, type_of_output
-from autopar.module.reach.rows import attention, loss_of_classes, running, softmax
+from autopar.module.reach.rows import attention, described_attention, loss_of_classes, running, softmax
 from autopar.module.reach.values import Reach, Unclear, exact_shape, given_value, is_padded, is_plain, number, unknown
 from autopar.ops.entry import Op, facts_of
 
@@ -34,6 +34,7 @@ TRANSFERS: dict[str, Callable[[OpPair], Reach | list[Reach]]] = {
     "running": running,
     "classes": loss_of_classes,
     "attention": attention,
+    "described attention": described_attention,
 }
 
 

@@ -11,6 +11,7 @@ from autopar.graph.graph import op_name
 from autopar.module.reach.by_rule import by_rule
 from autopar.module.reach.pairs import OpPair, type_of_output
 from autopar.module.reach.values import LOW, Reach, Unclear, is_padded, is_plain, lined_up, need, reach_of, unknown
+from autopar.runtime.sees import Sees, seen_pairs
 
 
 def softmax(pair: OpPair) -> Reach:
@@ -62,20 +63,52 @@ def loss_of_classes(pair: OpPair) -> Reach:
 
 def attention(pair: OpPair) -> Reach:
     """The reach of attention: a query sees the keys that neither the mask nor the causal order hides."""
-    query, key, value = (need(pair.of(n)) for n in ("query", "key", "value"))
+    query, key, value, seen = _operands_of_attention(pair)
     mask = pair.of("attn_mask")
-    if not all(is_plain(r.dims[-2]) for r in (query, key, value)) or key.dims[-2] != value.dims[-2]:
-        raise Unclear
-    if any(is_padded([r.dims[-1]]) for r in (query, key, value)):
-        raise Unclear
-    seen = _heads_alike(key.pad.amax(-1)[..., None, :]) | _heads_alike(value.pad.amax(-1)[..., None, :])
     hidden = torch.zeros((1, 1), dtype=torch.bool)
     if pair.kwargs.get("is_causal"):
         hidden = ~torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
     if mask is not None:
         hidden = hidden | (mask.known & (~mask.value if mask.value.dtype == torch.bool else mask.value <= LOW))
         seen = seen | mask.pad
-    reached = (seen & ~hidden).any(-1, keepdim=True)
+    return _reach_of_queries(pair, query, value, (seen & ~hidden).any(-1, keepdim=True))
+
+
+def described_attention(pair: OpPair) -> Reach:
+    """The reach of attention whose mask is a description.
+
+    A query sees the keys in its window, of its document, that count.
+    """
+    query, key, value, seen = _operands_of_attention(pair)
+    hidden = ~seen_pairs(Sees.of(pair.kwargs.get("sees", "")), query.shape[-2], key.shape[-2])
+    by_document = torch.zeros((1, 1, 1, 1), dtype=torch.bool)
+    counts = pair.of("counts")
+    if counts is not None:
+        hidden = hidden | (counts.known & (counts.value == 0))[:, None, None, :]
+        seen = seen | counts.pad[:, None, None, :]
+    documents = pair.of("documents")
+    if documents is not None:
+        seen = seen | documents.pad[:, None, None, :]
+        by_document = documents.pad[:, None, :, None]
+    sinks = pair.of("sinks")
+    if sinks is not None and is_padded(sinks.dims):
+        raise Unclear
+    return _reach_of_queries(pair, query, value, (seen & ~hidden).any(-1, keepdim=True) | by_document)
+
+
+def _operands_of_attention(pair: OpPair) -> tuple[Reach, Reach, Reach, Tensor]:
+    """Queries, keys and values, and the pairs through which padding would reach a query that sees them."""
+    query, key, value = (need(pair.of(n)) for n in ("query", "key", "value"))
+    if not all(is_plain(r.dims[-2]) for r in (query, key, value)) or key.dims[-2] != value.dims[-2]:
+        raise Unclear
+    if any(is_padded([r.dims[-1]]) for r in (query, key, value)):
+        raise Unclear
+    seen = _heads_alike(key.pad.amax(-1)[..., None, :]) | _heads_alike(value.pad.amax(-1)[..., None, :])
+    return query, key, value, seen
+
+
+def _reach_of_queries(pair: OpPair, query: Reach, value: Reach, reached: Tensor) -> Reach:
+    """The reach of the output, where `reached` says which queries see padding."""
     rank = len(query.dims)
     pad = query.pad.amax(-1, keepdim=True) | reached
     if pad.dim() > rank:
