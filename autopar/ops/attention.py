@@ -391,4 +391,5 @@ op(
     counts="q",
     flops=(4, "e|s0|s1|o0|o1"),
     scores=scores,
+    reach="described attention",
 )
