@@ -21,6 +21,7 @@ import logging
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -169,6 +170,34 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def answered(function: Any, replacing: Replacing) -> Iterator[None]:
+    """Replace what a Python function does, also for callers that have imported it by name.
+
+    They hold the function itself, and so does what torch.compile made of it: another attribute of its module would not
+    reach them, so its code is replaced. A function that is not of Python, or is made inside another one, stays.
+    """
+    if not isinstance(function, types.FunctionType) or function.__closure__:
+        yield
+        return
+    code = function.__code__
+    defaults = function.__kwdefaults__
+    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = defaults
+    original.__annotations__ = function.__annotations__
+    function.__kwdefaults__ = {**(defaults or {}), "autopar_answers": replacing(original)}
+    function.__code__ = _answer.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        function.__kwdefaults__ = defaults
+
+
+def _answer(*args: Any, autopar_answers: Any, **kwargs: Any) -> Any:
+    return autopar_answers(*args, **kwargs)
 
 
 def function_apply(replacing: Replacing) -> contextlib.AbstractContextManager[None]:

@@ -37,6 +37,7 @@ from autopar.tracer.place import defined, source_of
 from autopar.tracer.precision import Precision, computing_in, sink
 from autopar.tracer.recorder import Recorder
 from autopar.tracer.refusals import (
+    refuse_block_masks,
     refuse_detached,
     refuse_hooks,
     refuse_layouts,
@@ -98,6 +99,7 @@ class ColoTracer(fx.Tracer):
 def _check(call: ModelCall, is_parallel: bool) -> None:
     """Raise a letter for a model or a call that cannot be captured."""
     refuse_other_arguments(call.root, call.args, call.kwargs)
+    refuse_block_masks(call.args, call.kwargs)
     refuse_hooks(call.root, is_parallel)
     refuse_lazy(call.root)
     refuse_layouts(call.root, call.args, call.kwargs)

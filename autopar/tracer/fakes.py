@@ -52,6 +52,7 @@ class Fakes:
             for state in before:
                 self._swap(state.module, swapped)
             recorder.learn_names([fake for fake, _ in self._made.values()])
+            recorder.names.fake_of = {id(real): fake for fake, real in self._made.values()}
             recorder.names.sharing |= sharing([real for _, real in self._made.values()], recorder.names.fakes)
             recorder.changes.before = states_of(root)
             yield

@@ -17,6 +17,7 @@ class Names:
         self.taken: set[str] = set()  # names that plans know
         self.fakes: list[Tensor] = []  # one for each tensor of the module
         self.sharing: set[int] = set()  # ids of the fakes whose memory has another name
+        self.fake_of: dict[int, Tensor] = {}  # id(tensor of the module) -> the fake that stands for it
 
     def learn(self, root: torch.nn.Module, fakes: list[Tensor]) -> None:
         """Learn every name of every tensor that the module holds."""

@@ -92,7 +92,7 @@ class Recorder:
         """
         made = self.values.close()
         self.changes.close()
-        for held in (self.names.fakes, self.casts.cached, self.below.remembered):
+        for held in (self.names.fakes, self.names.fake_of, self.casts.cached, self.below.remembered):
             held.clear()
         del self.root
         return made

@@ -8,6 +8,7 @@ import gc
 import inspect
 import itertools
 import os
+import sys
 import traceback
 import types
 import weakref
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import leaf_names
 from autopar.graph.graph import Graph, info, op_name, type_of
-from autopar.letters import Letter, NotCaptured
+from autopar.letters import Letter, NotCaptured, NotServed
 from autopar.runtime import patches
 from autopar.tracer.place import is_ours
 from autopar.tracer.recorder import Recorder
@@ -90,7 +91,7 @@ def _words_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def refusing_higher_order_ops(recorder: Recorder) -> Iterator[None]:
-    """Refuse torch.cond, flex_attention and the like, which hold graphs of their own."""
+    """Refuse torch.cond and the like, which hold graphs of their own."""
     try:
         yield
     except (NotImplementedError, RuntimeError, SystemError) as e:
@@ -105,7 +106,7 @@ def refusing_higher_order_ops(recorder: Recorder) -> Iterator[None]:
         frames = [f for f in traceback.extract_tb(e.__traceback__) if not is_ours(f.filename)]
         at = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
         raise NotCaptured(
-            "a higher-order op (torch.cond, flex_attention, a loop) is not captured",
+            "a higher-order op (torch.cond, a loop) is not captured",
             at=at,
             seen=str(e).partition("HigherOrderOperator")[2].split(" and ")[0].strip(),
             advice="torch.where, scaled_dot_product_attention, or a Python loop",
@@ -126,6 +127,17 @@ def refuse_other_arguments(root: torch.nn.Module, args: Any, kwargs: Any) -> Non
             seen=f"forward{signature}",
             advice="meta_inputs as the model is called: a dictionary of its arguments, or a tuple",
         ) from e
+
+
+def refuse_block_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse block masks of flex_attention as inputs, of which a graph holds neither blocks nor function."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if module is not None and isinstance(value, module.BlockMask):
+            raise NotServed(
+                f"the input {name} is a block mask",
+                advice="create_block_mask inside forward, which costs nothing there, from an input of document numbers",
+            )
 
 
 def refuse_hooks(root: torch.nn.Module, is_parallel: bool = False) -> None:

@@ -7,6 +7,7 @@
     clear_autocast_cache         is noticed
     BatchNorm, Gamma.rsample     are spelled without questions about values, and without writing through a detached view
     TorchScript, torch.compile   run op by op, so that every op is seen
+    flex_attention, varlen_attn  become the op of attention whose mask is a description
     defaults, garbage collector  torch's default dtype is kept; Python's collector is off
 
 How each is patched and undone is in `runtime/brief_patches.py`; the replacements are here.
@@ -28,6 +29,7 @@ import torch.utils.checkpoint as checkpoints
 
 from autopar.ops.experts import assumed_imbalance
 from autopar.runtime import brief_patches
+from autopar.tracer.attention_calls import attention_calls_read
 from autopar.tracer.attention_masks import DescribedAttention
 from autopar.tracer.experts import experts_of_transformers
 from autopar.tracer.respelled import averages_over_all, cumulative_batch_norm, gamma_rsample
@@ -78,6 +80,7 @@ def _changes(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
     yield brief_patches.parametrizations_write_nothing()
     lines = recorder.assumptions.lines
     yield brief_patches.transformers_experts(lambda original: experts_of_transformers(original, lines))
+    yield attention_calls_read(recorder)
     yield assumed_imbalance(recorder.assumptions.declared.imbalance)
     what = "seeds or sets torch's generator inside forward"
     advice = "seeding outside the model"
