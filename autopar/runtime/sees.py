@@ -265,3 +265,23 @@ def seen_pairs(tile: Tile, device: torch.device) -> Tensor:
     if tile.last is not None:
         seen &= j <= i + tile.last
     return seen
+
+
+def all_pairs(
+    sees: Sees, queries: int, keys: int, documents: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """The pairs of a whole call that see each other, as a tensor of queries by keys."""
+    like = documents if documents is not None else counts
+    device = torch.device("cpu") if like is None else like.device
+    left, right = sees.band
+    whole = Tile(slice(None), slice(0, queries), slice(0, keys), -left, right)
+    seen = seen_pairs(whole, device)
+    if sees.chunk:
+        seen &= torch.arange(queries, device=device)[:, None] // sees.chunk == (
+            torch.arange(keys, device=device) // sees.chunk
+        )
+    if documents is not None:
+        seen = seen & (documents[:, :, None] == documents[:, None])
+    if counts is not None:
+        seen = seen & counts[:, None].bool()
+    return seen if seen.dim() == 2 else seen[:, None]

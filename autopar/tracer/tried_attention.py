@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ops.attention import attend
-from autopar.runtime.sees import Sees, seen_pairs
+from autopar.runtime.sees import Sees, all_pairs
 
 
 class NotTried(Exception):
@@ -75,7 +75,7 @@ def tried(function: Callable[..., Any], module: nn.Module, example: Example, how
     counts[0, : 3 if example.is_padded else 0] = False
     is_masked = example.mask_dtype is not None
     sees = Sees(left=4 if is_masked else None, right=0 if is_masked else None)
-    mask = seen_pairs(sees, places, places, counts=counts).expand(2, 1, places, places)
+    mask = all_pairs(sees, places, places, counts=counts).expand(2, 1, places, places)
     given = mask
     if example.mask_dtype is not None and example.mask_dtype.is_floating_point:
         given = torch.zeros((), dtype=query.dtype).where(mask, torch.finfo(query.dtype).min)

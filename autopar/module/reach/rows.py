@@ -11,7 +11,7 @@ from autopar.graph.graph import op_name
 from autopar.module.reach.by_rule import by_rule
 from autopar.module.reach.pairs import OpPair, type_of_output
 from autopar.module.reach.values import LOW, Reach, Unclear, is_padded, is_plain, lined_up, need, reach_of, unknown
-from autopar.runtime.sees import Sees, seen_pairs
+from autopar.runtime.sees import Sees, all_pairs
 
 
 def softmax(pair: OpPair) -> Reach:
@@ -80,7 +80,7 @@ def described_attention(pair: OpPair) -> Reach:
     A query sees the keys in its window, of its document, that count.
     """
     query, key, value, seen = _operands_of_attention(pair)
-    hidden = ~seen_pairs(Sees.of(pair.kwargs.get("sees", "")), query.shape[-2], key.shape[-2])
+    hidden = ~all_pairs(Sees.of(pair.kwargs.get("sees", "")), query.shape[-2], key.shape[-2])
     by_document = torch.zeros((1, 1, 1, 1), dtype=torch.bool)
     counts = pair.of("counts")
     if counts is not None:
