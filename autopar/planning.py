@@ -221,7 +221,7 @@ class Planning:
             return _Spaces(windows_to_search(self.graph), setting, make)
         # A preset that says how parameters are gathered has one space, whether they may be dropped or not.
         speaks = Constraints(asked.constraints, mesh, preset).speak_of_gathering
-        what = known, tuple(preset.pins.items()), tuple(preset.habits)
+        what = known, preset.key
 
         def made(setting: Setting) -> Space:
             setting = replace(setting, regather=setting.regather or speaks)

@@ -31,12 +31,10 @@ from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Beside, Plan
 from autopar.solver.rivals import PricedSpace
-from autopar.solver.summary import speed_of, verdict
-from autopar.space.presets import cuts_axes_alike
+from autopar.solver.summary import rivals_of, speed_of, verdict
+from autopar.space.presets import cuts_axes_alike, of_rows_and_context
 from autopar.turns import head_of
 from autopar.workload import workload_of
-
-_BESIDE = ("ddp", "fsdp", "megatron")  # presets that a plan is compared with
 
 
 def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
@@ -55,7 +53,7 @@ def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial:
         _words(found),
     )
     if isinstance(found.search, PricedSpace):
-        found.search.others = functools.partial(_beside, graph, request, found.mesh, found.microbatches)
+        found.search.others = functools.partial(_beside, graph, request, found)
     return found
 
 
@@ -96,13 +94,15 @@ def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool 
     raise letter
 
 
-def _beside(graph: Graph, request: Request, mesh: DeviceMesh, turns: int) -> tuple[Beside, ...]:
-    """Step time and memory of plans by well-known presets on a mesh, without a budget or constraints."""
-    freer: dict[str, Any] = {"mesh": mesh, "memory_budget": math.inf, "constraints": None, "microbatches": turns}
+def _beside(graph: Graph, request: Request, of: Plan) -> tuple[Beside, ...]:
+    """Step time and memory of presets on the mesh of a plan, without a budget or constraints."""
+    freer: dict[str, Any] = {"mesh": of.mesh, "memory_budget": math.inf, "constraints": None}
+    freer |= {"microbatches": of.microbatches, "time_limit": None}
     found = []
-    for name in _BESIDE:
+    for name in rivals_of(of):
+        parallel = of_rows_and_context(rows_of_batch(graph) // of.microbatches, of.mesh) if name == "fsdp+cp" else name
         try:
-            plan = _in_few_turns(graph, replace(request, **freer, parallel=name, time_limit=None))
+            plan = _in_few_turns(graph, replace(request, **freer, parallel=parallel))
             found.append(Beside(name, plan.step_time_s, plan.peak_bytes, plan.peak_bytes <= request.budget))
         except (BadConstraint, BadPreset, Infeasible):
             found.append(Beside(name, math.inf, 0, False, "does not go with this model or mesh"))

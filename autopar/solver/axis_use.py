@@ -16,6 +16,7 @@ from autopar.sharding.strategies import Choice
 from autopar.solver.decision import Decision, Regathered
 from autopar.solver.limits import LIMITS
 from autopar.solver.ties import settled
+from autopar.space.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
 
 if TYPE_CHECKING:
     from autopar.solver.budget import Budgeted
@@ -48,6 +49,7 @@ class AxisUse:
     is_regathered: bool
     modules: tuple[str, ...]  # modules whose weights are used in parts
     experts: str = ""  # words for what the axis does to experts; "" where it does not divide them
+    sequence: str = ""  # words for how it divides a sequence and its attentions; "" where it divides none
 
     @property
     def amounts(self) -> tuple[int, int, int, int]:
@@ -57,18 +59,20 @@ class AxisUse:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is cut along the axis."""
-        return not any(self.amounts) and not self.experts
+        return not any(self.amounts) and not self.experts and not self.sequence
 
 
 def use_of(plan: Plan, axis: int) -> AxisUse:
     """The use of an axis in a plan."""
     seconds = defaultdict[str, float](float)
     modules = set[str]()
-    is_batch = _cuts_batch(plan, axis)
+    dims = _cut_of_inputs(plan, axis)
+    way = _way_along(plan, axis)
+    # Positions are rows where the batch is in another dim; and rows are positions where a sequence was made flat.
+    same = {"positions": "rows"} if 0 in dims else {"rows": "positions"} if way and dims else {}
     for name, d in _products(plan):
         cut = cut_of(d, axis)
-        # Positions are rows where the batch is in another dim.
-        cut = "rows" if cut == "positions" and is_batch else cut
+        cut = same.get(cut, cut)
         seconds[cut] += d.seconds or 1e-12
         if cut == "weights":
             modules.add(_module(name))
@@ -76,6 +80,7 @@ def use_of(plan: Plan, axis: int) -> AxisUse:
     tenths = {cut: _tenths(s / total) for cut, s in seconds.items()}
     experts, in_parts = _experts_along(plan, axis)
     stored, is_regathered = _stored_along(plan, axis, in_parts)
+    is_sequence = tenths.get("positions", 0) > tenths.get("weights", 0) or way in (RING, GATHER)
     return AxisUse(
         tenths.get("rows", 0),
         tenths.get("positions", 0),
@@ -84,7 +89,25 @@ def use_of(plan: Plan, axis: int) -> AxisUse:
         is_regathered,
         tuple(sorted(modules)) if tenths.get("weights", 0) else (),
         experts,
+        _OF_SEQUENCES[way] if way and is_sequence else "",
     )
+
+
+_OF_SEQUENCES = {
+    RING: "context parallel (keys in a ring)",
+    GATHER: "context parallel (keys gathered)",
+    ULYSSES: "sequence parallel (heads inside attention: Ulysses)",
+}
+
+
+def _way_along(plan: Plan, axis: int) -> str:
+    """The way in which an axis divides most attentions (`attention_ways`); "" where it is none of these."""
+    seconds = defaultdict[str, float](float)
+    for d in plan.decisions.values():
+        if d.op in ATTENTIONS and d.outputs:
+            dims = d.outputs[0].count(",") + 1
+            seconds[way_of(d.choice.strategies[axis], dims)] += d.seconds or 1e-12
+    return max(seconds, key=seconds.__getitem__, default="")
 
 
 _OF_EXPERTS = {
@@ -142,15 +165,16 @@ def _stored_along(plan: Plan, axis: int, in_parts: Collection[str]) -> tuple[int
     return _tenths(cut_bytes / whole), again > cut_bytes / 2
 
 
-def _cuts_batch(plan: Plan, axis: int) -> bool:
-    """Whether an axis cuts some input along its first dim."""
+def _cut_of_inputs(plan: Plan, axis: int) -> set[int]:
+    """The dims along which an axis cuts inputs."""
     inputs = {name.partition(":")[0] for name, d in plan.decisions.items() if d.kind == "input"}
-    return any(
-        step.kind == "slice" and step.axis == axis and step.dim == 0
+    return {
+        step.dim
         for c in plan.conversions
         if c.source.partition(":")[0] in inputs
         for step in c.forward
-    )
+        if step.kind == "slice" and step.axis == axis
+    }
 
 
 def cut_of(d: Decision, axis: int) -> str:

@@ -2,8 +2,9 @@
 
 Ops run one behind the other, forward and then backward; conversions in line stand between them. What moves in a window
 ends with the window: its first part runs beside the compute that hides it, and the rest is the time that it adds
-(`space/windows.py`). The optimizer comes last. Where a step is of several micro-batches an event is what all of them
-take together. The last event ends with the step time of the plan.
+(`space/windows.py`). What an op sends beside its own compute begins with that. The optimizer comes last. Where a step
+is of several micro-batches an event is what all of them take together. The last event ends with the step time of the
+plan.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Event(NamedTuple):
     part: str  # FORWARD, BACKWARD, RECOMPUTE or OPTIMIZER
     begins_s: float
     seconds: float
-    # The first seconds of communication in a window, which compute hides; None for all other events.
+    # The seconds of communication in a window or beside an op, which compute hides; None for all other events.
     hidden_s: float | None = None
 
 
@@ -100,10 +101,34 @@ class _LaneWriter:
         passes = self.space.setting.passes
         if not site.compute and part == FORWARD:
             self._put(site.name, COMPUTE, part, float(site.seconds[choice]))
-        for lane, tables in ((COMPUTE, site.compute), (COMMUNICATION, site.exchange)):
-            if tables:
-                way = tables[(FORWARD, BACKWARD).index(part)]
-                self._put(site.name, lane, part, passes * float(way[choice]))
+        way = (FORWARD, BACKWARD).index(part)
+        if site.compute:
+            self._put(site.name, COMPUTE, part, passes * float(site.compute[way][choice]))
+        if site.exchange:
+            whole = passes * float(site.exchange[way][choice])
+            in_line = whole - self._send_beside(k, part, passes * float(site.compute[way][choice]))
+            self._put(site.name, COMMUNICATION, part, in_line if in_line > 1e-9 * whole else 0.0)
+
+    def _send_beside(self, k: int, part: str, compute: float) -> float:
+        """Add the messages of an op beside its compute, which is there already; returns their exposed seconds.
+
+        Each kind runs beside the part of the compute that may hide it, and its exposed seconds follow.
+        """
+        space = self.space
+        site = space.sites[k]
+        sent = [] if space.beside is None else space.beside(site.name, site.choices[self.point.picked[k]])
+        begins = self.now - compute
+        exposed = 0.0
+        for s in (s for s in sent if s.exchange.way == part and s.times):
+            once = space.setting.passes * s.once
+            hidden = self._hidden * min(s.times * once, s.beside * compute)
+            apart = (s.beside * compute + s.times * once - hidden) / s.times
+            for _ in range(s.times):
+                self.events.append(Event(site.name, COMMUNICATION, part, begins, once, hidden / s.times))
+                begins += apart
+            self.now += s.times * once - hidden
+            exposed += s.times * once - hidden
+        return exposed
 
     def _close(self, windows: Iterable[Window], part: str) -> None:
         """Add the communication of windows that end here; what compute does not hide extends past it."""

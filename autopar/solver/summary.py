@@ -18,6 +18,7 @@ from autopar.solver.axis_use import AxisUse, short_name, use_of
 from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
 from autopar.solver.workload import StepRates
+from autopar.space.attention_ways import ATTENTIONS
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan
@@ -235,7 +236,17 @@ def _beside(plan: Plan) -> list[str]:
     """Texts about the plans of presets on the mesh, or how to ask for them; none without the space."""
     if plan.known_beside is not None:
         return [_of_rival(plan, rival) for rival in plan.known_beside]
-    return ["plan.beside(), or --beside, plans the same model under ddp, fsdp and megatron"] if plan.has_space else []
+    *others, last = rivals_of(plan)
+    said = f"plan.beside(), or --beside, plans the same model under {', '.join(others)} and {last}"
+    return [said] if plan.has_space else []
+
+
+def rivals_of(plan: Plan) -> tuple[str, ...]:
+    """Presets that a plan is compared with: devices that cannot share rows share a sequence."""
+    has_sequence = any(d.op in ATTENTIONS for d in plan.decisions.values())
+    rows = plan.workload.rows // (plan.accumulation * plan.microbatches)
+    is_short = has_sequence and rows % plan.mesh.size != 0
+    return ("fsdp+cp", "megatron") if is_short else ("ddp", "fsdp", "megatron")
 
 
 def _of_rival(plan: Plan, rival: Beside) -> str:
@@ -323,16 +334,21 @@ def _cuts_in_words(use: AxisUse, plan: Plan, axes: Sequence[int]) -> str:
     along = _along(plan, axes)
     said = []
     if use.experts:
-        kind, *how = use.experts.split(" (")
-        said.append(" (".join([f"{kind} over {along}", *how]))
+        said.append(_over(use.experts, along))
     if use.rows:
         said.append(f"data parallel over {along}{_share(use.rows)}")
-    if use.positions:
-        said.append(f"sequence parallel over {along}{_share(use.positions)}")
+    if use.positions or use.sequence:
+        said.append(_over(use.sequence or "sequence parallel", f"{along}{_share(use.positions or 10)}"))
     if use.weights:
         where = f": {', '.join(_named(Counter(use.modules)))}" if use.modules else ""
         said.append(f"tensor parallel over {along}{_share(use.weights)}{where}")
     return ", ".join(said) or ("" if use.stored else f"the same on all {along}")
+
+
+def _over(words: str, along: str) -> str:
+    """Words about a use with its devices before what stands in brackets."""
+    kind, *how = words.split(" (")
+    return " (".join([f"{kind} over {along}", *how])
 
 
 def _share(tenths: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from autopar.solver.decision import Conversion, Decision, Recomputed
 from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
 from autopar.solver.limits import LIMITS
 from autopar.solver.summary import ITSELF, batch_of, parts_of_step, sources_of, speed_of, title_of, verdict
+from autopar.space.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
 
 if TYPE_CHECKING:
     from autopar.solver.curve import Curve, CurvePoint
@@ -396,12 +398,44 @@ def rival_lines(plan: Plan, name: str) -> list[str]:
     best = "the best plan with it" + (" that was found" if plan.gap > _LIMITS.open else "")
     under = " at the prices of the budget" if plan.search.is_priced else free
     lines = []
-    for choice, more, own in plan.search.rivals(name):
+    for choice, more, own in _rivals(plan, name):
         slower = f"{best} takes {time(abs(more))} {'more' if more > 0 else 'less'}{under}"
         why = "as fast" if abs(more) < _LIMITS.as_fast else slower
         parts = f"the op itself {signed(own)}, the rest {signed(more - own)}"
-        lines.append(f"    rival {_choice(choice, plan.mesh)}: {why}; {parts}")
+        said = f" ({', '.join(words)})" if (words := _ways_in_words(plan, name, choice)) else ""
+        lines.append(f"    rival {_choice(choice, plan.mesh)}{said}: {why}; {parts}")
     return lines or ["    no rival: nothing else goes with its neighbours"]
+
+
+def _rivals(plan: Plan, name: str) -> list[tuple[Choice, float, float]]:
+    """The best rivals of a site; of an attention the best in each other way as well."""
+    assert plan.search is not None
+    d = plan.decisions[name]
+    found = plan.search.rivals(name)
+    if d.op not in ATTENTIONS:
+        return found
+    choices = [d.choice, *(rival[0] for rival in found)]
+    seen = {tuple(_ways_in_words(plan, name, choice)) for choice in choices}
+    for rival in plan.search.rivals(name, most=sys.maxsize):
+        words = tuple(_ways_in_words(plan, name, rival[0]))
+        if len(words) == 1 and words not in seen:
+            seen.add(words)
+            found.append(rival)
+    return found
+
+
+def _ways_in_words(plan: Plan, name: str, choice: Choice) -> list[str]:
+    """Words for the ways in which axes divide an attention under a choice; none for another op."""
+    d = plan.decisions[name]
+    if d.op not in ATTENTIONS or not d.outputs:
+        return []
+    dims = d.outputs[0].count(",") + 1
+    along = [""] * len(plan.mesh.shape) if len(plan.mesh.shape) == 1 else [f" over {axis}" for axis in plan.mesh.axes]
+    ways = [way_of(strategy, dims) for strategy in choice.strategies]
+    return [f"{_IN_WORDS[way]}{where}" for way, where in zip(ways, along, strict=True) if way]
+
+
+_IN_WORDS = {RING: "keys in a ring", GATHER: "keys gathered", ULYSSES: "heads cut, as Ulysses"}
 
 
 # -- figures and columns

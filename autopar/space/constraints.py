@@ -15,16 +15,20 @@ wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from glob import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.letters import BadConstraint, Letter
+from autopar.ops.entry import facts_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow, Placement, R, Sharding, outside_brackets
 from autopar.sharding.strategies import gradients, values
+from autopar.space.attention_ways import ATTENTIONS
+
+_ANY = "*"  # admits any sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Pins:
     gather: str = ""  # "kept" or "regathered", where it is said
     reduce: str = ""  # "end" or "each": where a step has several micro-batches
     is_about_storage: bool = False
+    wished: Pin | None = None  # replaces `use` for uses that have such a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,13 @@ class Preset:
 
     pins: Mapping[str, str]  # pins keyed by exact names
     habits: tuple[tuple[int, str], ...] = ()  # an axis, and how values move along it (`HABITS`)
+    wishes: Mapping[str, str] = field(default_factory=dict)  # pins of inputs, for uses that have such a choice
+    ways: tuple[tuple[int, str], ...] = ()  # an axis, and how it divides attentions (`attention_ways`); "": any way
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All that it says, as a value that can be hashed."""
+        return tuple(self.pins.items()), self.habits, tuple(self.wishes.items()), self.ways
 
 
 def _is_partial(placement: Placement) -> bool:
@@ -75,14 +87,37 @@ def _is_cut_along_the_sequence(placement: Placement) -> bool:
     return placement.is_shard and placement.dim == 1
 
 
-# How experts move values other than parameters along an axis: a value that leaves with the first kind of placement
-# arrives with the second, if its reader has such a choice at all.
-HABITS: dict[str, tuple[Callable[[Placement], bool], Callable[[Placement], bool]]] = {
-    "rows": (_is_shard, _is_shard),  # cut values stay cut
-    "whole": (_is_partial, _is_no_shard),  # sums are not scattered
-    "sequence": (_is_partial, _is_cut_along_the_sequence),  # sums are scattered along dim 1
-    # A value that is cut along dim 1 stays so until a product gathers it, each by itself: a habit of all other readers.
-    "apart": (_is_cut_along_the_sequence, _is_cut_along_the_sequence),
+def _is_any(reader: str) -> bool:
+    return True
+
+
+def _is_no_product(reader: str) -> bool:
+    return facts_of(reader).flops is None
+
+
+def _is_no_attention(reader: str) -> bool:
+    return reader not in ATTENTIONS
+
+
+class Habit(NamedTuple):
+    """How experts move values other than parameters along an axis.
+
+    A value that leaves with the first kind of placement arrives with the second, if its reader has such a choice at
+    all.
+    """
+
+    leaves: Callable[[Placement], bool]
+    arrives: Callable[[Placement], bool]
+    binds: Callable[[str], bool] = _is_any  # whether it is a habit of a reader, which is named by its op
+
+
+HABITS = {
+    "rows": Habit(_is_shard, _is_shard),  # cut values stay cut
+    "whole": Habit(_is_partial, _is_no_shard),  # sums are not scattered
+    "sequence": Habit(_is_partial, _is_cut_along_the_sequence),  # sums are scattered along dim 1
+    # A value that is cut along dim 1 stays so until a product gathers it, each by itself.
+    "apart": Habit(_is_cut_along_the_sequence, _is_cut_along_the_sequence, _is_no_product),
+    "context": Habit(_is_shard, _is_shard, _is_no_attention),  # cut values stay cut; an attention may gather keys
 }
 
 
@@ -98,8 +133,9 @@ class Constraints:
             raise BadConstraint(f"the pattern {wrong[0]!r} is not text", advice='{"blocks.*.up.weight": "S(0)@tp"}')
         preset = preset or Preset({})
         self.callers = [_read(pattern, what, mesh) for pattern, what in (given or {}).items()]
-        self.pins = self.callers + [_read(escape(name), what, mesh) for name, what in preset.pins.items()]
+        self.pins = self.callers + list(_of_preset(preset, mesh))
         self.habits = preset.habits
+        self.ways = preset.ways
         self._used: set[str] = set()
 
     def of(self, *names: str, is_parameter: bool = False, is_module: bool = False) -> Pins | None:
@@ -131,6 +167,14 @@ class Constraints:
                     seen=", ".join(known[:12]) + (", ..." if len(known) > 12 else ""),
                     advice="a parameter, a module path, an input, or out",
                 )
+
+
+def _of_preset(preset: Preset, mesh: DeviceMesh) -> Iterator[Pins]:
+    """The pins of a preset, each with what is wished beside it."""
+    for name in dict.fromkeys((*preset.pins, *preset.wishes)):
+        wish = preset.wishes.get(name)
+        pins = _read(escape(name), preset.pins.get(name, _ANY), mesh)
+        yield pins if wish is None else replace(pins, wished=_pin(wish, mesh))
 
 
 def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
@@ -168,7 +212,7 @@ def _parse(pattern: str, text: str, mesh: DeviceMesh) -> Pins:
 
 def _pin(text: str, mesh: DeviceMesh) -> Pin:
     """Read `S(0)@dp`, or with gradients `R/P(sum)@dp`; `*` admits any sharding."""
-    if text == "*":
+    if text == _ANY:
         return Pin(text, None)
     if "/" not in text:
         return Pin(text, _on_real_axes(Sharding.parse(text, mesh), mesh))

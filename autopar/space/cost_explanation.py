@@ -17,7 +17,7 @@ from autopar.sharding.strategies import Choice
 from autopar.space.bindings import Bindings
 from autopar.space.chosen import Chosen
 from autopar.space.kernel_sites import KernelSites
-from autopar.space.op_exchanges import sent_under
+from autopar.space.op_exchanges import Sent, sent_under
 from autopar.space.op_seconds import OpSeconds, seconds_in_chunks
 from autopar.space.setting import Setting
 
@@ -53,6 +53,15 @@ class CostLines:
         lines += [self._line("backward", count, kernel, "backward") for count, kernel in kernels.backward]
         lines += [self._line(f"backward, {k.names[0]}", count, k, "forward") for count, k in kernels.beside]
         return [*self._of_chunks(chosen), *(line for line in lines if line), *self._of_exchanges(chosen)]
+
+    def beside(self, name: str, choice: Choice) -> list[Sent]:
+        """The messages of an op under a choice that run beside its compute, in all of its chunks."""
+        node = self.ops.get(name)
+        if node is None:
+            return []
+        chosen = Chosen(node, self.bindings.rules[node], (choice,), self.bindings.tensors[node])
+        chunks = info(node).chunks
+        return [s._replace(once=s.once * chunks) for s in sent_under(self.seconds, chosen, choice) if s.beside]
 
     def _of_exchanges(self, chosen: Chosen) -> list[str]:
         """A line about each kind of message that an op's local form sends along an axis under this choice."""

@@ -14,7 +14,6 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import TensorType, info
-from autopar.ops.entry import facts_of
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import local_elements
 from autopar.sharding.strategies import Choice, gradients, values
@@ -48,7 +47,7 @@ class _Cargo(NamedTuple):
     stays: bool  # whether the gathered copy is still there as backward begins
     reduced_in: int  # itemsize of its gradient while it is reduced; 0: the value's own
     chunks: int  # conversions in each pass: as often as its op runs
-    stays_cut: bool  # whether a preset's habit asks that it arrives as it leaves, as its reader is no product
+    habits: tuple[tuple[int, str], ...]  # habits of a preset that bind its reader
 
     @property
     def is_parameter(self) -> bool:
@@ -121,8 +120,12 @@ class EdgeBuilder:
             owners.get(value) in self.schedule.stays,
             self.parameters.reduced_in.get(value, 0),
             info(value).chunks,
-            facts_of(reader).flops is None and any(habit == "apart" for _, habit in self.habits),
+            self._habits_of(reader),
         )
+
+    def _habits_of(self, reader: str) -> tuple[tuple[int, str], ...]:
+        """The habits that bind an op as a reader."""
+        return tuple((axis, habit) for axis, habit in self.habits if HABITS[habit].binds(reader))
 
     def _edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
         giver, taker = source.site, target.site
@@ -239,10 +242,8 @@ class EdgeBuilder:
     def _against_habit(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> np.ndarray:
         """A mask [given, taken] of conversions that a preset's habits forbid where its habitual ones exist."""
         found: np.ndarray = np.zeros((len(given), len(taken)), dtype=bool)
-        for axis, habit in self.habits:
-            if habit == "apart" and not cargo.stays_cut:
-                continue
-            leaves_so, arrives_so = HABITS[habit]
+        for axis, habit in cargo.habits:
+            leaves_so, arrives_so, _ = HABITS[habit]
             leaves = np.array([leaves_so(values(f).placements[axis]) for f in given])
             arrives = np.array([arrives_so(values(f).placements[axis]) for f in taken])
             if arrives.any():

@@ -9,10 +9,11 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info
-from autopar.letters import BadConstraint
+from autopar.letters import BadConstraint, BadPreset
 from autopar.once import Once
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.strategies import values
+from autopar.space.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Pin, Pins
 from autopar.space.sites import Draft
@@ -34,6 +35,7 @@ class Pinning:
     def __init__(self, graph: Graph, mesh: DeviceMesh, bindings: Bindings, constraints: Constraints) -> None:
         self.graph = graph
         self.axes = mesh.axes
+        self.mesh = mesh
         self.constraints = constraints
         self.last = _last_of_modules(graph, bindings)  # the value that each module gives, by path
         self.paths: dict[fx.Node, list[str]] = {}  # the modules that give each value
@@ -59,7 +61,11 @@ class Pinning:
                 used = _uses_of_parameter(used, uses)
             for use in used:
                 if use.draft.site.kind not in ("output", "update"):  # outputs have a word of their own
-                    self._admit(use.draft, use.operand, pins.use)
+                    self._admit(use.draft, use.operand, _granted(use, pins))
+        for key, draft in drafts.items():
+            if draft.site.op in ATTENTIONS:
+                for axis, way in self.constraints.ways:
+                    self._keep_to_way(key, draft, axis, way)
         self.constraints.check_all_used([*self.graph.parameters, *self.graph.inputs, *sorted(self.last), "out"])
 
     def _pins_of(self, key: SiteKey, site: Site) -> Pins | None:
@@ -104,6 +110,53 @@ class Pinning:
                 seen="what is pinned elsewhere leaves " + "; ".join(legal[:12]),
                 advice="one of these, or pin fewer of its neighbours",
             )
+
+    def _keep_to_way(self, key: SiteKey, draft: Draft, axis: int, way: str) -> None:
+        """Keep the choices in which an axis divides an attention in this way; "" is any way that it has."""
+        dims = len(draft.operands[0].shape)
+        ways = [way_of(choice.strategies[axis], dims) for choice in draft.site.choices]
+        keep = draft.left & np.array([found == way if way else bool(found) for found in ways])
+        if keep.any():
+            draft.keep = keep
+        elif way:
+            has = sorted({found for found, is_left in zip(ways, draft.left, strict=True) if found and is_left})
+            axes = f"{self.axes[axis]}={self.mesh.shape[axis]}"
+            raise BadPreset(
+                f"{draft.site.name} cannot be divided by {way!r} along {axes}: {_why_not(way, key, draft)}",
+                at=draft.site.source,
+                seen=", ".join(f"{n} {list(t.shape)}" for n, t in zip(_OPERANDS, draft.operands, strict=False)),
+                advice=", ".join([*(f"how={found!r}" for found in has), _ELSE[way]]),
+            )
+
+
+_ELSE = {
+    RING: "or a mask that a call describes: is_causal, or Assume(no_padding=True) where no token is padding",
+    GATHER: "or fewer devices for context",
+    ULYSSES: "or fewer devices for context",
+}
+_OPERANDS = ("queries", "keys", "values", "mask")
+
+
+def _why_not(way: str, key: SiteKey, draft: Draft) -> str:
+    """Say why an attention has no choice that divides it in a way."""
+    if way == ULYSSES:
+        return f"its {draft.operands[1].shape[-3]} heads of keys do not give every device one"
+    asked = key.kwargs if isinstance(key, fx.Node) else {}
+    if way == RING and asked.get("attn_mask") is not None:
+        return "it has a mask tensor of queries by keys, which does not go round with keys"
+    if way == RING and asked.get("dropout_p"):
+        return "it drops weights of queries by keys, which do not go round with keys"
+    return "its sequence does not give every device a part"
+
+
+def _granted(use: _Taker, pins: Pins) -> Pin:
+    """The pin of a use: its wish, where it has such a choice."""
+    wished = pins.wished
+    if wished is None:
+        return pins.use
+    flows = [choice.operand(use.operand) for choice in use.draft.site.choices]
+    is_granted = use.draft.left & np.array([wished.admits(f) for f in flows])
+    return wished if is_granted.any() else pins.use
 
 
 def _last_of_modules(graph: Graph, bindings: Bindings) -> dict[str, fx.Node]:

@@ -31,8 +31,15 @@ tensor on the last; `tensor=dict(size=4, sequence=True, apart=True)` gathers as 
 replicas=2)` is hsdp: the first axes hold copies. In place of a mode, `tensor=dict(size=4, styles={"layers.*.up":
 "colwise", "layers.*.down": "rowwise"})` says how each layer is cut, in transformers' words: what is not named is whole.
 
+`parallel=dict(data=dict(size=2, zero=3), context=4)` cuts the sequence of inputs, and of all that is made of them,
+along the axes behind those of data. Attentions are divided there by a ring of keys, by gathered keys or by heads
+(Ulysses), as is cheapest or as `context=dict(size=4, how="ring")` says. To parameters these axes are axes of data:
+gradients are sums over them, and a ZeRO stage cuts along both. "context" (or "cp"), "ring" and "ulysses" are without
+ZeRO, on the whole mesh.
+
 `parallel=dict(data=dict(size=8, zero=3), experts=4)` gives each device along the last axes of data, here of 4 devices,
-experts of its own, to which rows travel; a ZeRO stage cuts them along the other axes of data.
+experts of its own, to which rows travel; a ZeRO stage cuts them along the other axes of data. Axes of context count as
+axes of data here.
 """
 
 from __future__ import annotations
@@ -48,15 +55,18 @@ from autopar.graph.graph import Graph, TensorType, rows_of_batch, type_of
 from autopar.letters import BadPreset, among
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding, every_part_holds_something
+from autopar.space.attention_ways import RING, ULYSSES, WAYS
 from autopar.space.constraints import Preset
+from autopar.space.context import cuts_of_sequences, sequences_of
 from autopar.space.tensor_modes import MODES, STYLES, ParameterCut, by_experts, by_styles
 from autopar.space.windows import BLOCK, BUCKET
 
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # the number of axes of each
 APART = "dtensor"
+CONTEXT = {"context": "", RING: RING, ULYSSES: ULYSSES}  # how each divides attentions
 HYBRID = {"hsdp": 3, "hsdp-zero1": 1, "hsdp-zero2": 2}
-_ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron"}
+_ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron", "cp": "context"}
 _ALSO_CALLED |= {"no_shard": "dp", "shard_grad_op": "zero2", "full_shard": "zero3"}  # FSDP1's strategies
 _ALSO_CALLED |= {"hybrid_shard": "hsdp", "hybrid_shard_zero2": "hsdp-zero2"}
 _POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # pins of each ZeRO stage
@@ -64,7 +74,7 @@ _POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # pi
 
 @dataclass(frozen=True, slots=True)
 class AxisRoles:
-    """Which axes carry data, with a ZeRO stage, and which carry a tensor mode."""
+    """Which axes carry data, with a ZeRO stage, which carry context, and which carry a tensor mode."""
 
     data: tuple[int, ...]
     zero: int = 0
@@ -75,11 +85,13 @@ class AxisRoles:
     stored: tuple[int, ...] | None = None  # data axes over which a ZeRO stage cuts parameters; None: all
     styles: Mapping[str, str] | None = None  # how layers are cut along the tensor axis, in place of a mode's own way
     experts: tuple[int, ...] = ()  # data axes along which each device has experts of its own
+    context: tuple[int, ...] = ()  # axes that cut the sequence
+    how: str = ""  # how these divide attentions; "": as is cheapest
 
     @property
     def cuts(self) -> tuple[int, ...]:
         """The axes that cut stored parameters under a ZeRO stage."""
-        return self.data if self.stored is None else self.stored
+        return (*(self.data if self.stored is None else self.stored), *self.context)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -93,6 +105,8 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
     """The pins and habits that `parallel` stands for, on this graph and mesh."""
     roles = _roles(parallel, mesh)
     pins = _rows(graph, mesh, roles)
+    sequences = cuts_of_sequences(graph, mesh, roles.context) if roles.context else {}
+    wishes = {name: ", ".join(filter(None, [pins.get(name, ""), cut])) for name, cut in sequences.items()}
     cuts: Mapping[str, ParameterCut] = {}
     if roles.mode and roles.styles is not None:
         cuts = by_styles(graph, mesh, roles.tensor, roles.styles)
@@ -103,18 +117,27 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
         cut = cuts.get(name, ParameterCut((), ()))
         of_experts = travelling.get(name, ())
         cut = replace(cut, stored=(*of_experts, *cut.stored), used=(*of_experts, *cut.used))
-        by_data = _stored(type_of(node), mesh, roles, cut) if roles.zero and roles.data else []
+        by_data = _stored(type_of(node), mesh, roles, cut) if roles.zero and roles.cuts else []
         policy = _POLICIES.get(roles.zero, "; regathered" if cut.regathered else "")
         pins[name] = f"{', '.join([*by_data, *cut.stored]) or 'R'}; {', '.join(cut.used) or 'R'}{policy}"
     between = "sequence" if roles.sequence else "whole"
     tensor = roles.tensor if roles.mode == "megatron" else ()
     habits = (between, "apart") if roles.apart else (between,)
-    return Preset(pins, (*((axis, "rows") for axis in roles.rows), *itertools.product(tensor, habits)))
+    of_inputs = itertools.chain(itertools.product(roles.rows, ["rows"]), itertools.product(roles.context, ["context"]))
+    ways = tuple((axis, roles.how) for axis in roles.context)
+    return Preset(pins, (*of_inputs, *itertools.product(tensor, habits)), wishes, ways)
 
 
 def window_of(parallel: Any, mesh: DeviceMesh) -> int:
     """The least bytes of parameters in a window under a preset: ZeRO-3 gathers each block by itself."""
     return BLOCK if _roles(parallel, mesh).zero == 3 else BUCKET
+
+
+def of_rows_and_context(rows: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """ZeRO-3 on all devices: the first axes share the rows as far as they can, the others a sequence."""
+    sizes = [math.prod(mesh.shape[:count]) for count in range(len(mesh.shape) + 1)]
+    of_rows = max(size for size in sizes if rows % size == 0)
+    return {"data": {"size": of_rows, "zero": 3}, "context": mesh.size // of_rows}
 
 
 def cuts_axes_alike(parallel: Any, mesh: DeviceMesh) -> bool:
@@ -123,23 +146,22 @@ def cuts_axes_alike(parallel: Any, mesh: DeviceMesh) -> bool:
         roles = _roles(parallel, mesh)
     except BadPreset:
         return False
-    return not roles.tensor and roles.stored is None
+    return not roles.tensor and not roles.context and roles.stored is None
 
 
 def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
     real = [a for a, n in enumerate(mesh.shape) if n > 1]
     if isinstance(parallel, str):
         return _named(parallel, mesh, real)
-    data, tensor = _parts(parallel, mesh)
+    data, tensor, context = _parts(parallel, mesh)
     mode = tensor.get("mode", "megatron")
     sequence, apart = _along_the_sequence(parallel, tensor)
     if not isinstance(mode, str) or mode not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
         raise BadPreset(f"parallel={parallel!r}", seen=f"modes of tensor: {', '.join(TENSOR)}; zero: 0 to 3")
-    if data["size"] * tensor["size"] != mesh.size:
-        raise BadPreset(
-            f"parallel speaks of {data['size']} x {tensor['size']} devices, the mesh has {mesh.size}",
-            seen=f"mesh {mesh}",
-        )
+    sizes = [part["size"] for part in (data, context, tensor) if part is not context or part["size"] > 1]
+    if math.prod(sizes) != mesh.size:
+        said = " x ".join(map(str, sizes))
+        raise BadPreset(f"parallel speaks of {said} devices, the mesh has {mesh.size}", seen=f"mesh {mesh}")
     styles = tensor.get("styles")
     if styles is not None:
         _check_styles(styles, mode, sequence)
@@ -152,18 +174,31 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
             advice=f"mesh=({data['size']}, {tensor['size']})" if mode == "megatron" else "",
         )
     rest = tuple(a for a in real if a not in axes)
-    stored = _stored_along(rest, mesh, data)
-    experts = _of_experts(parallel.get("experts", 1), rest, mesh)
-    return AxisRoles(rest, data.get("zero", 0), mode if axes else "", axes, sequence, apart, stored, styles, experts)
+    of_context = _last_of(rest, context["size"], mesh, "the sequence")
+    of_data = rest[: len(rest) - len(of_context)]
+    experts = _last_of(rest, parallel.get("experts", 1), mesh, "experts")
+    return AxisRoles(
+        of_data,
+        data.get("zero", 0),
+        mode if axes else "",
+        axes,
+        sequence,
+        apart,
+        _stored_along(of_data, mesh, data),
+        styles,
+        experts,
+        of_context,
+        context.get("how", ""),
+    )
 
 
-def _of_experts(parts: int, axes: Sequence[int], mesh: DeviceMesh) -> tuple[int, ...]:
-    """The last axes of data, along which experts are divided into so many parts."""
+def _last_of(axes: Sequence[int], parts: int, mesh: DeviceMesh, what: str) -> tuple[int, ...]:
+    """The last of these axes, those of data, along which something is divided into so many parts."""
     for first in range(len(axes), -1, -1):
         if math.prod(mesh.shape[a] for a in axes[first:]) == parts:
             return tuple(axes[first:])
     raise BadPreset(
-        f"parallel divides experts into {parts}, and the last axes of data of mesh {mesh} have not so many devices",
+        f"parallel divides {what} into {parts}, and the last axes of data of mesh {mesh} have not so many devices",
         advice=f"mesh=(..., {parts}), whose other axes carry data and the tensor mode",
     )
 
@@ -212,8 +247,10 @@ def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
         return AxisRoles(tuple(real), DATA[name])
     if name in HYBRID:
         return AxisRoles(tuple(real), HYBRID[name], stored=tuple(real[-1:]))
+    if name in CONTEXT:
+        return AxisRoles((), context=tuple(real), how=CONTEXT[name])
     if name not in (*TENSOR, APART):
-        known = (*DATA, *HYBRID, *TENSOR, APART, *_ALSO_CALLED)
+        known = (*DATA, *HYBRID, *CONTEXT, *TENSOR, APART, *_ALSO_CALLED)
         raise BadPreset(f"no preset is called {name!r}", seen=among(known, name))
     is_apart = name == APART
     name = "megatron" if is_apart else name
@@ -227,35 +264,45 @@ def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
     return AxisRoles(tuple(real[:-count]), 0, mode, tuple(real[-count:]), sequence=is_apart, apart=is_apart)
 
 
-def _parts(parallel: Any, mesh: DeviceMesh) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The data part and the tensor part of a dictionary, each with its size."""
+# The words of each part of a dictionary.
+_WORDS = {
+    "data": ("size", "zero", "replicas"),
+    "context": ("size", "how"),
+    "tensor": ("size", "mode", "sequence", "apart", "styles"),
+}
+
+
+def _parts(parallel: Any, mesh: DeviceMesh) -> list[Mapping[str, Any]]:
+    """The parts of a dictionary that are about data, tensor and context, each with its size."""
     experts = parallel.get("experts", 1) if isinstance(parallel, Mapping) else 1
     is_number = isinstance(experts, int) and not isinstance(experts, bool) and experts > 0
-    if not isinstance(parallel, Mapping) or not is_number or set(parallel) - {"data", "tensor", "experts"}:
+    if not isinstance(parallel, Mapping) or not is_number or set(parallel) - {*_WORDS, "experts"}:
         raise BadPreset(
-            f"parallel={parallel!r} is neither a preset's name nor a dictionary of data, tensor and experts",
-            advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2, experts=2)',
+            f"parallel={parallel!r} is neither a preset's name nor a dictionary of data, context, tensor and experts",
+            advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2, context=2)',
         )
     parallel = {key: value for key, value in parallel.items() if key != "experts"}
     if not parallel and experts == 1:
         raise BadPreset("parallel={} says nothing", advice='parallel="zero3"')
     parts = {key: (value if isinstance(value, Mapping) else {"size": value}) for key, value in parallel.items()}
     for key, part in parts.items():
-        unknown = set(part) - (
-            {"size", "mode", "sequence", "apart", "styles"} if key == "tensor" else {"size", "zero", "replicas"}
+        _check_words(key, part, parallel[key])
+    tensor, context = (parts.get(key, {"size": 1}) for key in ("tensor", "context"))
+    rest = mesh.size // (tensor["size"] * context["size"]) if experts > 1 else 1
+    return [parts.get("data", {"size": rest}), tensor, context]
+
+
+def _check_words(key: str, part: Mapping[str, Any], said: Any) -> None:
+    numbers = [part.get("size", 0), part.get("zero", 1), part.get("replicas", 1)]
+    is_wrong = any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or numbers[0] < 1
+    if is_wrong or set(part) - set(_WORDS[key]) or part.get("how", RING) not in WAYS:
+        raise BadPreset(
+            f"parallel says {key}={said!r}",
+            advice=(
+                'data=2, data=dict(size=2, zero=3), tensor=4, tensor=dict(size=4, mode="megatron", sequence=True), '
+                'context=4 or context=dict(size=4, how="ring"), "gather" or "ulysses"'
+            ),
         )
-        numbers = [part.get("size", 0), part.get("zero", 1), part.get("replicas", 1)]
-        is_wrong = any(isinstance(n, bool) or not isinstance(n, int) for n in numbers)
-        if unknown or is_wrong or numbers[0] < 1:
-            raise BadPreset(
-                f"parallel says {key}={parallel[key]!r}",
-                advice=(
-                    'data=2, data=dict(size=2, zero=3), tensor=4 or tensor=dict(size=4, mode="megatron", sequence=True)'
-                ),
-            )
-    tensor = parts.get("tensor", {"size": 1})
-    rest = mesh.size // tensor["size"] if experts > 1 else 1
-    return parts.get("data", {"size": rest}), tensor
 
 
 def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
@@ -273,10 +320,19 @@ def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
                 raise BadPreset(
                     f"{parts} devices cannot share the {shape[0]} rows of input {name}",
                     seen=f"mesh {mesh}",
-                    advice="a batch that divides, or fewer devices for data",
+                    advice=_for_few_rows(graph, mesh, roles),
                 )
             found[name] = ", ".join(f"S(0)@{mesh.axes[a]}" for a in roles.rows)
     return found
+
+
+def _for_few_rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> str:
+    """Advice where devices cannot share the rows of a batch."""
+    advice = "a batch that divides, or fewer devices for data"
+    if roles.mode or roles.context or not sequences_of(graph):
+        return advice
+    zero = f"dict(size=1, zero={roles.zero})" if roles.zero else "1"
+    return f"{advice}, or parts of the sequence on devices: parallel=dict(data={zero}, context={mesh.size})"
 
 
 def _stored(type_: TensorType, mesh: DeviceMesh, roles: AxisRoles, cut: ParameterCut) -> list[str]:
@@ -326,7 +382,7 @@ def warnings_of(
     `parameters` and `sizes` are the shardings of the plan's parameters and their bytes.
     """
     roles = _roles(parallel, mesh)
-    if not roles.zero or not roles.data:
+    if not roles.zero or not roles.cuts:
         return ()
     whole = [name for name, sharding in parameters.items() if _is_whole(sharding, roles.cuts)]
     if not whole:

@@ -87,6 +87,7 @@ def shardings(
         windows,
         told,
         told.unaligned,
+        told.beside,
         tuple(bindings.warnings()),
         shared.kernels,
     )

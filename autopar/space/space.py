@@ -25,6 +25,7 @@ from autopar.space.windows import Window
 
 if TYPE_CHECKING:
     from autopar.space.kernel_sites import KernelSites
+    from autopar.space.op_exchanges import Sent
 
 Flows = tuple[Flow, ...]  # one per axis
 
@@ -185,6 +186,8 @@ class Space:
     told: Callable[[str, Choice], list[str]] | None = None
     # seconds that products lose under their choices because their rows are not aligned
     unaligned: Callable[[Mapping[str, Choice]], dict[str, float]] | None = None
+    # Messages of a site under a choice, of those that run beside its compute.
+    beside: Callable[[str, Choice], list[Sent]] | None = None
     warnings: tuple[str, ...] = ()  # rules of users that could not be tried
     kernels: KernelSites | None = None  # None without a graph
 

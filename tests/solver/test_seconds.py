@@ -234,7 +234,7 @@ def sent_by_a_norm(monkeypatch, exchanges, start=1e-2):
     plan = autopar.plan(Norms(), batch, mesh=2, cluster=cluster, memory_budget="inf", parallel="dp")
     name = "norm/batch_norm_updating"
     events = [e for e in plan.timeline().events if e.place == name and e.lane == COMMUNICATION]
-    return plan.decisions[name].seconds, plan.explain(name), [(e.part, e.seconds) for e in events]
+    return plan.decisions[name].seconds, plan.explain(name), [(e.part, e.seconds, e.hidden_s) for e in events]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,18 +244,19 @@ def test_messages_of_a_local_form_are_priced_by_their_kind_and_shown(kind, way, 
     seconds, lines, events = sent_by_a_norm(monkeypatch, exchanges)
     sent = 3e-2 * (len(KINDS) - KINDS.index(kind))
     assert f"{way}, inside it: 3 {kind}@devices of 2000 bytes, {sent * 1e6:.1f} us\n" in lines
-    assert events == [(way, pytest.approx(sent))] and seconds == pytest.approx(sent, rel=0.01)
+    assert events == [(way, pytest.approx(sent), None)] and seconds == pytest.approx(sent, rel=0.01)
 
 
 def test_messages_beside_compute_cost_what_it_does_not_hide(monkeypatch):
     alone, _, none = sent_by_a_norm(monkeypatch, ())
     small, start = alone / 100, 1e-2
     hidden, lines, events = sent_by_a_norm(monkeypatch, (Exchange("send", beside=1.0),), small)
-    assert none == events == [] and hidden == alone and ", beside 100% of its compute\n" in lines
+    assert none == [] and hidden == alone and ", beside 100% of its compute\n" in lines
+    assert events == [("forward", pytest.approx(small), pytest.approx(small))]  # shown, and hidden
     exposed, _, events = sent_by_a_norm(monkeypatch, (Exchange("send", BACKWARD, beside=lambda n: 1 / n),), start)
-    ((part, seconds),) = events
-    assert part == "backward" and exposed == pytest.approx(alone + seconds)
-    assert start - alone / 2 < seconds < start - alone / 8  # half of its backward hides as much of the message
+    ((part, seconds, beside),) = events
+    assert part == "backward" and seconds == pytest.approx(start) and exposed == pytest.approx(alone + start - beside)
+    assert alone / 8 < beside < alone / 2  # half of its backward hides as much of the message
 
 
 class Attends(nn.Module):

@@ -24,6 +24,7 @@ HOW = {
     "zero1 of four calls": {"mesh": (4,), "parallel": "zero1", "accumulation": 4},
     "hsdp where links hinder compute": {"mesh": (2, 4), "cluster": "a100-8x1", "parallel": "hsdp"},
     "two micro-batches": {"mesh": (2,), "microbatches": 2},
+    "keys in a ring": {"mesh": (4,), "parallel": "ring"},
     "recompute": {"mesh": (2,), "recompute": "full", "memory_budget": "64GiB"},
     "recompute in passing": {"mesh": (1,), "recompute": "rotor", "memory_budget": "3.9MiB"},
 }
@@ -47,13 +48,26 @@ def test_events_make_up_the_step(how):
     for one, following in itertools.pairwise(computing):
         assert following.begins_s >= one.begins_s + one.seconds - 1e-12
     for name, decision in plan.decisions.items():
-        own = sum(e.seconds for e in events if e.place == name and e.part != "recompute")
+        own = sum(e.seconds - (e.hidden_s or 0.0) for e in events if e.place == name and e.part != "recompute")
         assert own == pytest.approx(decision.seconds, rel=1e-9), name
     moved = sum(e.seconds for e in events if e.lane == COMMUNICATION and " to " in e.place)
     assert moved == pytest.approx(sum(c.seconds for c in plan.conversions), rel=1e-6)
     assert sum(e.seconds for e in events if e.part == "recompute") == pytest.approx(plan.recompute_s)
     assert not plan.passing or how == "recompute in passing"  # no budget was found under which rotor needs it
     assert bool(plan.recompute_s) == how.startswith("recompute")
+
+
+def test_the_steps_of_a_ring_are_events_beside_their_attention():
+    """One for each of three neighbours' keys, none before the attention begins; on the way back one more goes home."""
+    plan = planned(**HOW["keys in a ring"])
+    name = next(name for name, d in plan.decisions.items() if d.op == "scaled_dot_product_attention")
+    for part, count in (("forward", 3), ("backward", 6)):
+        (computed,) = [e for e in plan.timeline().events if e[:3] == (name, COMPUTE, part)]
+        sent = [e for e in plan.timeline().events if e[:3] == (name, COMMUNICATION, part) and e.hidden_s]
+        assert len(sent) == count and sent[0].begins_s == computed.begins_s
+        assert sum(e.hidden_s for e in sent) <= computed.seconds
+        for one, following in itertools.pairwise(sent):
+            assert following.begins_s >= one.begins_s + one.seconds - 1e-12
 
 
 @pytest.mark.parametrize("how", ["free", "two micro-batches", "recompute"])
