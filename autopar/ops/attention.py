@@ -136,6 +136,12 @@ def _pairs(sees: Sees, queries: int, keys: int) -> np.ndarray:
     return Places.of(sees, (queries, keys), None, None).seen(sees, queries)
 
 
+def keys_seen(call: OpCall) -> float:
+    """The number of keys that a query sees in the mean."""
+    queries, keys = (call.arguments[name].shape[-2] for name in ("query", "key"))
+    return float(_pairs(sees_of(call), queries, keys).mean())
+
+
 @functools.lru_cache(maxsize=1024)
 def pairs_of_fullest(sees: Sees, queries: int, keys: int, parts: tuple[int, ...], dealt: str) -> float:
     """Pairs of a query and a key that the fullest of the devices that cut queries computes."""

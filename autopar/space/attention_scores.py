@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.graph.graph import call_of
-from autopar.ops.attention import DESCRIBED, sees_of
+from autopar.ops.attention import DESCRIBED, keys_seen, sees_of
 from autopar.ops.entry import facts_of
 from autopar.ops.local import OpOnDevice
 from autopar.sharding.cost_model import Heads
@@ -38,7 +38,12 @@ class AttentionScores:
 
     def heads(self, chosen: Chosen, as_cut: tuple[str, np.ndarray] | None, length: np.ndarray) -> Heads:
         """The heads of an attention, and the share of scores that is computed."""
-        is_causal = sees_of(call_of(chosen.node)).right == 0
+        call = call_of(chosen.node)
+        is_causal = sees_of(call).right == 0
+        if (
+            chosen.op == DESCRIBED
+        ):  # A kernel has as much to do at a time as under a plain mask that shows as many keys.
+            length = np.minimum(length, keys_seen(call) * (2 if is_causal else 1))
         cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
         # Where queries are cut, the work already counts only the scores that are computed.
         share = np.where(cut | (not is_causal) | (chosen.op == DESCRIBED), 1.0, 0.5)
