@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.certificate.calls import TypedCall, rule, types_in, unknown
 from autopar.certificate.elementwise import met, summed
@@ -152,12 +153,12 @@ def _part_back(call: TypedCall) -> Type:
     return Type(tuple(without(d, lost) for d in x.dims), sums=gradient.sums - lost, open=lost)
 
 
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
+_ATTENTION = {  # the places of `is_causal` among the arguments of forward and of backward
+    "_scaled_dot_product_flash_attention_for_cpu": (4, 7),
+    "_scaled_dot_product_flash_attention": (4, 11),
+    "_scaled_dot_product_efficient_attention": (6, 11),
+    "_scaled_dot_product_cudnn_attention": (6, 14),
+}
 
 
 def _of_four(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -170,42 +171,75 @@ def _known_axes(dim: Dim, lost: frozenset[str]) -> tuple[str, ...]:
     return tuple(sorted(axis for axis in axes_of([dim]) if axis not in lost))
 
 
-def _heads(types: Sequence[Type]) -> tuple[frozenset[str], tuple[Dim, Dim], list[str]]:
-    """The axes along which an attention is unknown, its row and head dims, and axes that cut positions.
+@dataclass(frozen=True, slots=True)
+class _Lies:
+    """Rows, heads and queries of an attention, and the axes along which it is unknown."""
+
+    rows: Dim
+    heads: Dim
+    queries: Dim
+    lost: frozenset[str]
+
+    @property
+    def cuts(self) -> frozenset[str]:
+        """The axes that cut queries, each of which has all keys."""
+        return frozenset(axes_of([self.queries]))
+
+    def result(self, shape: Sequence[int], sums: frozenset[str] = _NONE) -> Type:
+        """A result or a statistic of each query; unknown along axes that cut them where it has other rows."""
+        is_known = len(shape) > 2 and shape[2] == size(self.queries)
+        dims = (self.rows, self.heads, self.queries if is_known else whole(shape[2]), *plain(shape[3:]))
+        return Type(dims, sums=sums, open=self.lost).opened(() if is_known else self.cuts)
+
+
+def _lies(queries: Sequence[Type], keys: Sequence[Type], is_causal: bool) -> _Lies:
+    """Say how an attention lies, from queries, masks and results, and from keys and values.
 
     The first operand has all four dims; a mask may lack the first of them, and a statistic the last.
     """
-    types = [replace(t, dims=_of_four(t.dims)) for t in types]
+    types = [replace(t, dims=_of_four(t.dims)) for t in (*queries, *keys)]
+    queries, keys = types[: len(queries)], types[len(queries) :]
     lost = frozenset(a for t in types for a in t.open)
     # all share a head that is the only one, or repeated
     cuts = {_known_axes(t.dims[1], lost) for t in types if t.dims[1] and not is_free(t.dims[1])}
     if len(cuts) > 1:
         raise Refused(f"heads of queries, keys and values lie as {', '.join(map(str, types))}", "they are cut alike")
     rows = met([replace(t, dims=(t.dims[0],)) for t in types], 0, 1, size(types[0].dims[0]), lost)
-    positions = [a for t in types for a in axes_of([t.dims[2]])]
-    lost |= frozenset(positions) | frozenset(a for t in types for a in axes_of([t.dims[3]]))
-    return lost, (without(rows, lost), without(types[0].dims[1], lost)), positions
+    lost |= frozenset(a for t in keys for a in axes_of([t.dims[2]]))
+    lost |= frozenset(a for t in types for a in axes_of([t.dims[3]]))
+    n = size(queries[0].dims[2])
+    alike = [t for t in queries if size(t.dims[2]) in (1, n)]
+    if len(alike) < len(queries):  # rows that do not meet, or a statistic that is padded
+        lost |= frozenset(a for t in queries for a in axes_of([t.dims[2]]))
+    own = met([replace(t, dims=(t.dims[2],)) for t in alike], 0, 1, n, lost)
+    if is_causal and axes_of([own]):
+        raise Refused(f"queries are cut, and lie as {queries[0]}", "a mask by places counts those of the whole")
+    return _Lies(without(rows, lost), without(types[0].dims[1], lost), own, lost)
 
 
-@rule(*(f"{name}.default" for name in _ATTENTION))
-def _attention(call: TypedCall) -> list[Type]:
+def _is_causal(call: TypedCall, place: int) -> bool:
+    return bool(call.kwargs.get("is_causal", call.at(place, False)))
+
+
+def _attention(call: TypedCall, causal: int) -> list[Type]:
     q, k, v = call.args[:3]
     masks = [*types_in(call.args[3:]), *types_in(call.kwargs)]
     if q.sums.union(k.sums, *(t.sums for t in masks)):
         raise Refused(f"queries, keys and masks lie as {', '.join(map(str, (q, k, *masks)))}", "they are summed before")
-    lost, (rows, heads), _ = _heads([q, k, replace(v, sums=_NONE), *masks])
-    made = Type((rows, heads, *plain(call.shapes[0][2:])), sums=v.sums - lost, open=lost)  # linear in v
-    statistic = Type((rows, heads, *plain(call.shapes[1][2:])), open=lost) if len(call.shapes) > 1 else made
-    rest = [Type(plain(s), open=lost) for s in call.shapes[2:]]
+    lies = _lies([q, *masks], [k, replace(v, sums=_NONE)], _is_causal(call, causal))
+    made = lies.result(call.shapes[0], v.sums - lies.lost)  # linear in v
+    statistic = lies.result(call.shapes[1]) if len(call.shapes) > 1 else made
+    rest = [Type(plain(s), open=lies.lost) for s in call.shapes[2:]]
     return [made, statistic, *rest]
 
 
-@rule(*(f"{name}_backward.default" for name in _ATTENTION))
-def _attention_back(call: TypedCall) -> list[Type]:
+def _attention_back(call: TypedCall, causal: int) -> list[Type]:
     gradient, q, k, v = call.args[:4]
     kept = [t for t in (*call.args[4:7], *call.kwargs.values()) if isinstance(t, Type)]
     out = [t for t in call.args[4:6] if isinstance(t, Type) and len(t.dims) == 4][-1]  # a bias may stand before it
-    lost, (rows, _), _ = _heads([replace(t, sums=_NONE) for t in (gradient, q, k, v, *kept)])
+    *of_queries, key, value = (replace(t, sums=_NONE) for t in (gradient, q, *kept, k, v))
+    lies = _lies(of_queries, [key, value], _is_causal(call, causal))
+    lost = lies.lost
     are_summed = not q.sums.union(k.sums, *(t.sums for t in kept if t is not out)) - lost
     if not are_summed or (out.sums ^ v.sums) - lost:
         said = ", ".join(map(str, (q, k, v, *kept)))
@@ -216,12 +250,17 @@ def _attention_back(call: TypedCall) -> list[Type]:
     of_values = gradient.sums - lost
     of_heads = frozenset(axes_of([q.dims[1]])) - lost
     found = []
-    for t, sums in ((q, of_both), (k, of_both), (v, of_values)):
+    for t, sums in ((q, of_both), (k, of_both | lies.cuts), (v, of_values | lies.cuts)):
         is_shared = size(t.dims[1]) == 1 and not axes_of([t.dims[1]])  # All heads of queries share it.
         heads = () if is_shared else q.dims[1] if is_free(t.dims[1]) else t.dims[1]
-        made = (rows, without(heads, lost), *plain(t.shape[2:]))
+        made = (lies.rows, without(heads, lost), lies.queries if t is q else whole(t.shape[2]), *plain(t.shape[3:]))
         found.append(Type(made, sums=sums | of_heads if is_shared else sums, open=lost))
-    return [*found, *(Type(plain(s), open=lost) for s in call.shapes[3:])]
+    return [*found, *(Type(plain(s), open=lost | lies.cuts) for s in call.shapes[3:])]
+
+
+for _name, (_forward, _backward) in _ATTENTION.items():
+    rule(f"{_name}.default")(functools.partial(_attention, causal=_forward))
+    rule(f"{_name}_backward.default")(functools.partial(_attention_back, causal=_backward))
 
 
 def _with_one_row(t: Type, d: int) -> Type:

@@ -67,12 +67,15 @@ class Wholes:
                     return True
         return False
 
+    def _parts(self, axis: str) -> int:
+        return self.sizes.get(axis, 1)  # Beside axes stands the name of a deal, whose rows have an order of their own.
+
     def _has_part(self, dim: Dim, whole: int) -> bool:
         """Whether these rows may be one of the parts of a dim of size `whole`."""
         if is_free(dim):
             return True
-        run = [(n, tuple(map(self.sizes.__getitem__, axes))) for n, axes in dim] or [(1, ())]
-        others = [self.sizes[a] for a in self.unknown]
+        run = [(n, tuple(map(self._parts, axes))) for n, axes in dim] or [(1, ())]
+        others = list(map(self._parts, self.unknown))
         more = [some for k in range(len(others) + 1) for some in itertools.combinations(others, k)]
         return any(
             _are_parts((*run[:k], (run[k][0], (*run[k][1], *some)), *run[k + 1 :]), whole)

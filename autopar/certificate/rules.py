@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.certificate import experts, layers, products, reductions, views  # noqa: F401  (their rules)
+from autopar.certificate import attention, experts, layers, products, reductions, views  # noqa: F401  (their rules)
 from autopar.certificate.calls import RULES, TypedCall, unknown
 from autopar.certificate.elementwise import elementwise
 from autopar.certificate.types import Type

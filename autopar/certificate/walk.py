@@ -35,13 +35,12 @@ from autopar.certificate.views import VIEWS
 from autopar.letters import NotCertified, NotServed
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
 from autopar.runtime.private import OpOverload
-from autopar.runtime.wires import EXCHANGING
+from autopar.runtime.wires import op_run_by
 
 VARIABLE = "AUTOPAR_CERTIFICATE"  # "off": programs are run without one
 _STEPS = {f: name for name, f in STEPS.items()}
 _PACKED = {f: name for name, f in PACK.items()}
 _BEGUN = frozenset(BEGIN.values())
-_OPS = {exchanging.run: op for op, exchanging in EXCHANGING.items()}
 _BUCKET = "_bucket"  # ends the name of a step of several values
 _SUMS = frozenset(f for f, name in (_STEPS | _PACKED).items() if "reduce" in name and "max" not in name)
 _ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))
@@ -223,6 +222,7 @@ class _Walk:
             if node.op == "call_function":
                 try:
                     made = self._made(node)
+                    _needs_no_deal(made, self.axes)
                 except Refused as e:
                     if not _LINEAR_AS_A_WHOLE.search(self.interface.comes_of(node)):
                         raise self._letter(node, e) from e
@@ -305,8 +305,8 @@ class _Walk:
             return Type(free(call.shapes[0]))
         if str(target) == "aten.sub.Tensor" and node.args[0] is node.args[1]:
             return replace(args[0], is_zero=True)
-        if target in _OPS:  # The second argument are axes, which the setup names as well.
-            return self._typed(_OPS[target], replace(call, args=(call.args[0], *call.args[2:])))
+        if op := op_run_by(target):  # The second argument are axes, which the setup names as well.
+            return self._typed(op, replace(call, args=(call.args[0], *call.args[2:])))
         if is_body_known(target):
             return self._as_its_body(node, call)
         if str(target) in VIEWS:
@@ -396,6 +396,13 @@ class _Walk:
             advice=f"this is an error of autopar, not of your model: please report it with the plan; "
             f"{VARIABLE}=off runs the program as it is",
         )
+
+
+def _needs_no_deal(made: Any, axes: frozenset[str]) -> None:
+    """Refuse a value that lost the order of rows that were dealt, which is named beside the axes."""
+    for t in types_in(made):
+        if deals := t.open - axes:
+            raise Refused(f"rows of a {', '.join(sorted(deals))} are mixed", "they are dealt back before")
 
 
 def _consistent(made: Any) -> Any:

@@ -58,8 +58,8 @@ def with_batch_and_heads(query: Tensor, key: Tensor, value: Tensor, grouped: boo
     leading = leading_dims(query, key, value, grouped)
     found = []
     for x in (query, key, value):
-        whole = (*leading[:-1], x.shape[-3]) if grouped else leading
-        x = x.expand(*whole, *x.shape[-2:])
+        whole = (*((*leading[:-1], x.shape[-3]) if grouped else leading), *x.shape[-2:])
+        x = x if x.shape == whole else x.expand(whole)
         while x.dim() < 4:
             x = x.unsqueeze(0)
         found.append(x.flatten(0, -4))

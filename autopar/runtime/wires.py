@@ -103,3 +103,8 @@ def on_axes(op: Any, arguments: Sequence[Any]) -> tuple[Callable[..., Any], tupl
     exchanging = EXCHANGING.get(op)
     axes = exchanging.axes(*arguments) if exchanging else ()
     return (exchanging.run, (arguments[0], axes, *arguments[1:])) if exchanging and axes else None
+
+
+def op_run_by(function: Any) -> Any:
+    """The op that a function runs on axes; None for any other function."""
+    return next((op for op, exchanging in EXCHANGING.items() if exchanging.run is function), None)

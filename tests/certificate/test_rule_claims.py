@@ -193,6 +193,28 @@ def test_what_rules_say_of_layers_is_so():
     assert {"aten.native_batch_norm.default", "aten.convolution.default", "aten.embedding.default"} <= said
 
 
+class Attention(nn.Module):
+    """Attention of more keys than queries, with a mask or without; queries alone may be cut."""
+
+    def __init__(self, **how):
+        super().__init__()
+        self.q, self.k, self.how = nn.Linear(4, 4), nn.Linear(4, 4), how
+        self.register_buffer("mask", torch.randn(4, 6))
+
+    def forward(self, x, y):
+        mask = {} if self.how else {"attn_mask": self.mask}
+        k = self.k(y)
+        return nn.functional.scaled_dot_product_attention(self.q(x), k, k.cos(), **mask, **self.how).square().sum()
+
+
+@pytest.mark.parametrize("how", [{}, {"scale": 0.5}, {"is_causal": True}], ids=str)
+def test_what_rules_say_of_attention_is_so(how):
+    said = check(
+        Attention(**how).double(), {"x": torch.randn(2, 2, 4, 4).double(), "y": torch.randn(2, 2, 6, 4).double()}
+    )
+    assert any("_scaled_dot_product" in op and "backward" in op for op in said)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_what_rules_say_of_a_language_model_is_so(name):
     model = gpt2(layers=1, vocabulary=32) if name == "gpt2" else llama(layers=1, vocabulary=32)

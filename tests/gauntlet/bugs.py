@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from autopar.sharding.notation import parse
-from tests.gauntlet import plants
+from tests.gauntlet import plants, ring_plants
 from tests.gauntlet.bug import (
     AGAIN,
     COUNT,
@@ -37,6 +37,7 @@ from tests.gauntlet.plants import (
     rule,
     value_not_summed,
 )
+from tests.gauntlet.ring_bugs import RINGS
 from tests.gauntlet.routed_bugs import ROUTED
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 
@@ -475,10 +476,10 @@ BUGS = [
     ),
     Bug(
         "backward of attention by parts",
-        ("NVIDIA/Megatron-LM#1464", "arXiv:2506.09280"),
+        ("tenstorrent/tt-metal#53205", "arXiv:2506.09280"),
         "Gradients of attention over a cut sequence were wrong, for parts went by their own sums.",
         ORDER,
-        plants.backward_of_own_sums,
+        ring_plants.own_sums,
         "positions",
         is_nightly=True,
     ),
@@ -487,7 +488,7 @@ BUGS = [
         ("NVIDIA/Megatron-LM#5191",),
         "The mask of a part of the queries was that of other rows.",
         ORDER,
-        plants.queries_from_zero,
+        ring_plants.queries_from_zero,
         "positions",
         is_nightly=True,
     ),
@@ -674,6 +675,7 @@ BUGS = [
         is_nightly=True,
     ),
     *ROUTED,
+    *RINGS,
     Bug(
         "a number read out of a part",
         ("pytorch/pytorch#167213",),

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.ops.attention import attend
+from autopar.runtime.sees import Sees
 
 Batch = dict[str, torch.Tensor]
 
@@ -36,9 +38,11 @@ class Attention(nn.Module):
             proj(h).unflatten(-1, (n, self.size)).transpose(1, 2)
             for proj, n in ((self.q_proj, self.heads), (self.k_proj, self.groups), (self.v_proj, self.groups))
         )
-        q, k = self.turned(self.q_norm(q)), self.turned(self.k_norm(k))
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.groups)
+        h = self.attended(self.turned(self.q_norm(q)), self.turned(self.k_norm(k)), v)
         return x + self.o_proj(h.transpose(1, 2).flatten(2))
+
+    def attended(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.groups)
 
 
 class Attends(nn.Module):
@@ -50,6 +54,42 @@ class Attends(nn.Module):
 
     def forward(self, x, y):
         return F.mse_loss(self.block(x), y)
+
+
+class Packed(Attention):
+    """Attention in documents that share a row, of which some rows may not count; a sink for each head."""
+
+    def __init__(self, sees: str = "right=0", has_sinks: bool = True) -> None:
+        super().__init__(groups=2, has_norms=False)
+        self.sees, self.told = sees, (None, None)
+        self.sinks = nn.Parameter(torch.randn(self.heads)) if has_sinks else None
+
+    def forward(self, x, y, documents=None, counts=None):
+        self.told = documents, counts
+        return F.mse_loss(super().forward(x), y)
+
+    def attended(self, q, k, v):
+        return attend(q, k, v, *self.told, self.sinks, self.sees)
+
+
+class PackedPlainly(Packed):
+    """The same, of all pairs of rows."""
+
+    def attended(self, q, k, v):
+        documents, counts = self.told
+        sees, places = Sees.of(self.sees), torch.arange(q.shape[-2])
+        before = places[:, None] - places
+        seen = (before >= 0) & (before <= sees.band[0])
+        if documents is not None:
+            seen = seen & (documents[:, None, :, None] == documents[:, None, None])
+        if counts is not None:
+            seen = seen & (counts[:, None, None] != 0)
+        k, v = (x.repeat_interleave(self.heads // self.groups, 1) for x in (k, v))
+        weights = (q @ k.mT / self.size**0.5).masked_fill(~seen, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if self.sinks is not None:
+            total = total + self.sinks[:, None, None].exp()
+        return weights @ v / torch.where(total == 0, 1.0, total)
 
 
 class Words(nn.Module):

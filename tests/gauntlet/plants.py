@@ -22,9 +22,8 @@ from autopar.graph.held import write_buffers
 from autopar.module import checkpoint, init, runner, storage, turn_runner, waiting
 from autopar.module.runner import Primals
 from autopar.module.storage import Storage
-from autopar.ops import attention as attention_entry
 from autopar.ops.entry import FACTS
-from autopar.runtime import attention, collectives, forms, patches
+from autopar.runtime import collectives, forms, patches
 from autopar.runtime.collectives import Axis, Packed, Pending
 from autopar.sharding import strategies
 from autopar.sharding.convert import LocalStep
@@ -391,21 +390,6 @@ def statistics_without_a_gradient(patch: Patch) -> None:
 def positions_from_zero(patch: Patch) -> None:
     """Each part of a sequence counts its positions from zero."""
     patch.setattr(forms, "start_of", lambda like, cuts: 0)
-
-
-def queries_from_zero(patch: Patch) -> None:
-    """Each part of the queries is taken for the first."""
-    patch.setattr(attention_entry, "start_here", lambda *_: 0)
-
-
-def backward_of_own_sums(patch: Patch) -> None:
-    """Attention of a range of keys goes backward from the sums of that range."""
-    attend, back = attention._attend, attention._attend_backward
-
-    def broken(call, gradient, query, key, value, out, log_sum):
-        return back(call, gradient, query, key, value, *attend(call, query, key, value))
-
-    patch.setattr(attention, "_attend_backward", broken)
 
 
 # -- what is recomputed

@@ -26,6 +26,7 @@ from autopar import DeviceMesh, Plan, Precision, S
 from autopar.codegen import joint
 from autopar.runtime import collectives
 from autopar.runtime.collectives import Axis
+from autopar.sharding.placement import R
 from autopar.solver import solve
 from autopar.space import timeline
 from autopar.space.setting import Setting
@@ -44,6 +45,7 @@ Check = Callable[[], None]
 SEED = 1234567
 TWO, FOUR = DeviceMesh((2,), ("tp",)), DeviceMesh((2, 2), ("dp", "tp"))
 DATA = DeviceMesh((2,), ("dp",))
+THREE = DeviceMesh((3,), ("tp",))
 
 
 def step(model: nn.Module, batch: Batch, steps: int = 1) -> dict[str, torch.Tensor]:
@@ -164,13 +166,50 @@ def exchanged_heads() -> Check:
 
 
 def _attention(model: nn.Module, batch: Batch, dim: int) -> Check:
-    """A cut sequence, with attention that is cut by heads (1) or by queries (2)."""
+    """A cut sequence, with attention that is cut by heads (1) or by queries, of which each has all keys (2)."""
     pins = {"x": "S(1)", "y": "S(1)", "*proj": "S(1)", "*.weight": "R", "block": "S(1)"}
 
     def is_there(choice) -> bool:
-        return choice.operand(0)[0].value == S(dim)
+        return choice.operand(0)[0].value == S(dim) and choice.operand(1)[0].value == (S(1) if dim == 1 else R)
 
     return under(planned(model, batch, TWO, pins, "scaled_dot_product_attention", is_there), model, batch)
+
+
+def ring() -> Check:
+    """Keys of a cut sequence go round three devices, and rows are dealt: the last see most."""
+    model = made(lambda: models.Attends(groups=2, has_norms=False))
+    return under(_long(model, drawn(2, 12, 16), "scaled_dot_product_attention"), model, drawn(2, 12, 16))
+
+
+def window() -> Check:
+    """The same where a row sees five keys before it, and each head has a sink."""
+    return _packed(drawn(2, 12, 16), sees="left=5 right=0")
+
+
+def documents() -> Check:
+    """The same where two rows of a batch have documents of their own, and rows are dealt by the work that these are."""
+    ends = torch.tensor([[0] * 3 + [1] * 4 + [2] * 5, [0] * 7 + [1] * 5])
+    return _packed(drawn(2, 12, 16) | {"documents": ends})
+
+
+def padded() -> Check:
+    """The same where the first rows of a batch do not count, so that some see nothing."""
+    counts = torch.tensor([[0] * 5 + [1] * 7, [1] * 12])
+    return _packed(drawn(2, 12, 16) | {"documents": torch.zeros_like(counts), "counts": counts}, has_sinks=False)
+
+
+def _packed(batch: Batch, **how) -> Check:
+    model = made(lambda: models.Packed(**how))
+    return under(_long(model, batch, "attention"), model, batch, on_one=made(lambda: models.PackedPlainly(**how)))
+
+
+def _long(model: nn.Module, batch: Batch, op: str) -> Plan:
+    pins = {"x": "S(1)", "y": "S(1)"} | {name: "R" for name, _ in model.named_parameters()}
+
+    def is_there(choice) -> bool:
+        return choice.operand(0)[0].value == S(2) == choice.operand(1)[0].value
+
+    return planned(model, batch, THREE, pins, op, is_there)
 
 
 def planned(
