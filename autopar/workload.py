@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, call_of, info, op_name, rows_of_batch, type_of
 from autopar.graph.nodes import tensor_operands
+from autopar.ops.attention import DESCRIBED
 from autopar.ops.entry import facts_of
 from autopar.ops.local import OpOnDevice
 from autopar.request import Request
@@ -26,9 +27,11 @@ def workload_of(graph: Graph, request: Request) -> StepWork:
     for node, binding in bindings.rules.items():
         if binding is not None and facts_of(op_name(node)).flops is not None:
             flops = _flops(node, binding, bindings.tensors[node])
-            by_dtype[info(node).outputs[0].dtype] += flops
-            is_causal = facts_of(op_name(node)).scores is not None and node.kwargs.get("is_causal") is True
-            causal += flops / 2 if is_causal else flops
+            share = _share_seen(node)
+            is_described = op_name(node) == DESCRIBED
+            # Without windows and documents, a causal attention that counts every pair counts twice what is seen.
+            by_dtype[info(node).outputs[0].dtype] += flops * min(1.0, 2 * share) if is_described else flops
+            causal += flops * share
     dtype = max(by_dtype, key=by_dtype.__getitem__, default="float32")
     inputs = {name: type_of(node).shape for name, node in graph.inputs.items()}
     device = request.hardware.device
@@ -47,6 +50,16 @@ def workload_of(graph: Graph, request: Request) -> StepWork:
     )
 
 
+def _share_seen(node: fx.Node) -> float:
+    """The share of its pairs of a query and a key that an attention computes; 1 for other products."""
+    scores = facts_of(op_name(node)).scores
+    if scores is None:
+        return 1.0
+    if op_name(node) != DESCRIBED:
+        return 0.5 if node.kwargs.get("is_causal") is True else 1.0
+    return scores(call_of(node), OpOnDevice.alone(len(tensor_operands(node)), 1))
+
+
 def _flops(node: fx.Node, binding: Binding, operands: Sequence[fx.Node]) -> float:
     """FLOPs of a product: forward, and a product of the same size for each factor that needs a gradient."""
     facts, loops = facts_of(op_name(node)), loops_of(op_name(node), binding)
@@ -57,9 +70,7 @@ def _flops(node: fx.Node, binding: Binding, operands: Sequence[fx.Node]) -> floa
         matrices = operands[0], *(n for n in operands if len(type_of(n).shape) > 2)
         return forward * (1 + sum(type_of(n).requires_grad for n in matrices) / (len(matrices) - 1))
     forward = facts.flops[0] * math.prod(binding.sizes[factor] for factor in loops)
-    if (
-        facts.scores is not None
-    ):  # two products in forward, four in backward: of the scores, the weights, queries, keys, values
+    if facts.scores is not None:  # two products in forward; four in backward, of scores, weights and operands
         return forward * (3 if any(type_of(n).requires_grad for n in operands) else 1)
     factors = multiplied(binding, loops) or range(len(operands))
     return forward * (1 + sum(type_of(operands[k]).requires_grad for k in factors))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from autopar.certificate.calls import TypedCall, rule, types_in, unknown
 from autopar.certificate.elementwise import met, summed
 from autopar.certificate.reductions import needs_whole
-from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, plain, size, whole, without
+from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, joined, plain, same, size, whole, without
 
 _NONE: frozenset[str] = frozenset()
 
@@ -179,11 +179,12 @@ class _Lies:
     heads: Dim
     queries: Dim
     lost: frozenset[str]
+    inside: frozenset[str] = _NONE  # axes that cut the heads of queries that share one of keys
 
     @property
     def cuts(self) -> frozenset[str]:
-        """The axes that cut queries, each of which has all keys."""
-        return frozenset(axes_of([self.queries]))
+        """The axes that cut queries, or heads that share keys: each device there has all of these."""
+        return frozenset(axes_of([self.queries])) | self.inside
 
     def result(self, shape: Sequence[int], sums: frozenset[str] = _NONE) -> Type:
         """A result or a statistic of each query; unknown along axes that cut them where it has other rows."""
@@ -200,10 +201,7 @@ def _lies(queries: Sequence[Type], keys: Sequence[Type], is_causal: bool) -> _Li
     types = [replace(t, dims=_of_four(t.dims)) for t in (*queries, *keys)]
     queries, keys = types[: len(queries)], types[len(queries) :]
     lost = frozenset(a for t in types for a in t.open)
-    # all share a head that is the only one, or repeated
-    cuts = {_known_axes(t.dims[1], lost) for t in types if t.dims[1] and not is_free(t.dims[1])}
-    if len(cuts) > 1:
-        raise Refused(f"heads of queries, keys and values lie as {', '.join(map(str, types))}", "they are cut alike")
+    inside = _inside_groups(queries, keys, lost)
     rows = met([replace(t, dims=(t.dims[0],)) for t in types], 0, 1, size(types[0].dims[0]), lost)
     lost |= frozenset(a for t in keys for a in axes_of([t.dims[2]]))
     lost |= frozenset(a for t in types for a in axes_of([t.dims[3]]))
@@ -214,7 +212,27 @@ def _lies(queries: Sequence[Type], keys: Sequence[Type], is_causal: bool) -> _Li
     own = met([replace(t, dims=(t.dims[2],)) for t in alike], 0, 1, n, lost)
     if is_causal and axes_of([own]):
         raise Refused(f"queries are cut, and lie as {queries[0]}", "a mask by places counts those of the whole")
-    return _Lies(without(rows, lost), without(types[0].dims[1], lost), own, lost)
+    return _Lies(without(rows, lost), without(types[0].dims[1], lost), own, lost, inside - lost)
+
+
+def _inside_groups(queries: Sequence[Type], keys: Sequence[Type], lost: frozenset[str]) -> frozenset[str]:
+    """The axes that cut heads of queries inside each group that shares a head of keys."""
+    heads = queries[0].dims[1]
+    found = _NONE
+    cuts = set()
+    for t in (*queries, *keys):
+        dim = t.dims[1]
+        if not dim or is_free(dim):  # all share a head that is the only one, or repeated
+            continue
+        rest = tuple(a for a in axes_of([heads]) if a not in axes_of([dim]))
+        if rest and any(t is key for key in keys) and same(heads, joined([*dim, (size(heads) // size(dim), rest)])):
+            found |= frozenset(rest)
+            dim = heads
+        cuts.add(_known_axes(dim, lost))
+    if len(cuts) > 1:
+        said = ", ".join(map(str, (*queries, *keys)))
+        raise Refused(f"heads of queries, keys and values lie as {said}", "they are cut alike")
+    return found
 
 
 def _is_causal(call: TypedCall, place: int) -> bool:

@@ -117,13 +117,15 @@ def without(dim: Dim, axes: frozenset[str]) -> Dim:
 
 
 def joined(atoms: Iterable[Atom]) -> Dim:
-    """Atoms in normal form: whole rows inside another atom are merged into it."""
+    """Atoms in normal form: whole rows inside another atom, and single rows around one, are merged."""
     found: list[Atom] = []
     for n, axes in atoms:
         if n == 1 and not axes:
             continue
         if found and (not axes or (axes == FREE and found[-1][1] == FREE)) and (not axes) != (found[-1][1] == FREE):
             found[-1] = (found[-1][0] * n, found[-1][1])
+        elif found and found[-1][0] == 1 and FREE not in (axes, found[-1][1]):
+            found[-1] = (n, (*found[-1][1], *axes))
         else:
             found.append((n, axes))
     return tuple(found)

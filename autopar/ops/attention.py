@@ -80,8 +80,10 @@ def rule_with_mask(arguments: Mapping[str, Any]) -> Rule:
     rings = q + ("&k" if is_plain else "")
     if arguments.get("enable_gqa") and arguments["query"].shape[-3] != arguments["key"].shape[-3]:
         mask = getattr(arguments.get("attn_mask"), "shape", (1, 1, 1))
-        heads = "" if len(mask) < 3 else "... m!" if mask[-3] == 1 else "... (g r)"
-        return parse(f"... (g r) {rings} d!, ... g k! d!, ... g k! e!, {heads} {q} k! -> ... (g r) {q} e!", linear="z")
+        heads = "" if len(mask) < 3 else "... m!" if mask[-3] == 1 else "... (g r+)"
+        return parse(
+            f"... (g r+) {rings} d!, ... g k! d!, ... g k! e!, {heads} {q} k! -> ... (g r+) {q} e!", linear="z"
+        )
     return parse(f"... {rings} d!, ... k! d!, ... k! e!, ... {q} k! -> ... {q} e!", linear="z")
 
 
@@ -89,7 +91,7 @@ def rule_with_description(arguments: Mapping[str, Any]) -> Rule:
     """The rule of an attention with a description: every device knows where all documents end."""
     shapes = [getattr(arguments.get(name), "shape", (1,)) for name in ("documents", "counts")]
     told = ", ".join(f"{'b' if shape[0] > 1 else f'o{i}!'} s{i}!" for i, shape in enumerate(shapes))
-    return parse(f"b (g r) q~&k d!, b g k! d!, b g k! e!, {told}, (g r) -> b (g r) q~ e!", linear="z")
+    return parse(f"b (g r+) q~&k d!, b g k! d!, b g k! e!, {told}, (g r+) -> b (g r+) q~ e!", linear="z")
 
 
 def sees_of(call: OpCall) -> Sees:

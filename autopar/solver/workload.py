@@ -12,7 +12,8 @@ class StepWork:
 
     `flops` are those of the model's products, forward and backward, without anything that is recomputed. Attention
     counts every pair of a query and a key, as torchtitan, nanoGPT and llm-foundry count it; in `causal_flops` causal
-    attention counts half of them, as Megatron-LM does.
+    attention counts half of them, as Megatron-LM does. Of windows and documents both count only what is seen, the first
+    as if it were seen in both directions.
     """
 
     model: str = ""  # class of the model

@@ -194,6 +194,22 @@ def test_a_cut_model_computes_what_it_computes(length, mesh, order, rings, how, 
     compare(model, batch, planned(model, batch, mesh, order, rings), threads)
 
 
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+def test_heads_that_share_keys_are_cut_by_blocks(mesh, threads):
+    """More devices than heads of keys: each has a block of the heads of every group, or of its own groups."""
+    torch.manual_seed(0)
+    model, batch = Attends(heads=8, groups=2).double(), batch_of(6, torch.float64)
+    space = shardings(ColoTracer().trace(model, batch), Setting(autopar.DeviceMesh(mesh), Cluster.of("generic")))
+    wanted = [("g",), ("r",)][-len(mesh) :]
+    sites = []
+    for site in space.sites:
+        if site.op == "scaled_dot_product_attention":
+            ways = [[s.cut and s.cut.factors for s in choice.strategies] for choice in site.choices]
+            site = replace(site, seconds=np.where([way == wanted for way in ways], site.seconds, np.inf))
+        sites.append(site)
+    compare(model, batch, solve(replace(space, sites=tuple(sites))), threads)
+
+
 def backward_of_its_own_sums(patch):
     """Each call goes backward from its own output and sums instead of the rows'."""
 
