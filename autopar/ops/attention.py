@@ -343,13 +343,25 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
         backward = 1.15 * rows
     if how.dealt:
         backward += rows  # their gradient, as it was dealt
-    if sees.left is not None and kind == "cpu":
-        forward += (item + 1) * SIZES.block * (SIZES.block + min(sees.left, how.keys))
+    if kind == "cpu":
+        masks, copies = _on_cpu(how, sees, item, (rows, keys))
+        forward += masks
+        backward += copies
     if sees.softcap is not None or (kind, call.arguments["query"].dtype) == ("cuda", "float64"):
         scores = wide * item * min(SIZES.scores, math.prod(query[:-1]) * key[-2])
         forward += 2 * scores
         backward += 2.5 * scores
     return int(forward), int(backward)
+
+
+def _on_cpu(how: Setup, sees: Sees, item: int, nbytes: tuple[float, float]) -> tuple[float, float]:
+    """Bytes of a window's mask in forward, and of copies in single precision on which backward computes."""
+    rows, keys = nbytes
+    is_told = how.given[0] or bool(sees.chunk)
+    masks = 0 if sees.left is None else (item + 1) * SIZES.block * (SIZES.block + min(sees.left, how.keys))
+    part = 0.25 if is_told else 0.6 if how.dealt == HALVES else 1.0
+    copies = part * 6 * rows + (part if is_told else 1.5) * 4 * keys
+    return masks, copies if item < 4 else 0.0
 
 
 def kept_of_part(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:

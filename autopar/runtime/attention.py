@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -279,6 +279,11 @@ class _Attention:
             key, value = (_by_head(x, query) for x in (key, value))
         if not self._is_written_out(tile):
             call = self._calls(tile, query)
+            if (
+                self.kernel == "cpu"
+            ):  # Else each call's share of a gradient is rounded, and shares are larger than sums.
+                call = replace(call, mask=call.mask if call.mask is None else call.mask.to(self.wide))
+                gradient, query, key, value, out = (x.to(self.wide) for x in (gradient, query, key, value, out))
             found = fused_attention_backward(call, gradient, query, key, value, out, sums)
             return found[0], _by_group(found[1], groups), _by_group(found[2], groups)
         of_query = []

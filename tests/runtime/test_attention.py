@@ -6,14 +6,16 @@ import functools
 import itertools
 import math
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from autopar.runtime.attention import attention_backward, attention_forward, deal
 from autopar.runtime.collectives import Axis
-from autopar.runtime.dealing import HALVES, WORK, Cutting, Deal, Setup
-from autopar.runtime.sees import Sees
-from autopar.testing import on_processes
+from autopar.runtime.dealing import HALVES, WORK, Cutting, Deal, Setup, owners_of
+from autopar.runtime.sees import Places, Sees
+from autopar.testing import on_processes, on_threads
 
 BATCH, HEADS, GROUPS, WIDTH, OF_VALUES = 2, 4, 2, 8, 6
 RANKS = 4
@@ -157,8 +159,108 @@ def on_a_rank(rank: int) -> dict[tuple, float]:
     return found
 
 
+@pytest.mark.machines
+@pytest.mark.timeout(300)
 def test_each_mask_each_way_equals_eager():
     found = on_processes(RANKS, on_a_rank, timeout_s=300)
     wrong = {case: error for of in found for case, error in of.items() if not error < 1e-12}
     assert not wrong
     assert len(found[0]) > 200
+
+
+def pairs_of_ranks(sees: Sees, rows: int, dealt: str, documents=None, n: int = RANKS) -> list[int]:
+    """The pairs of a query and a key that see each other, by the device that has the query: counted one by one."""
+    found = []
+    numbers = torch.zeros(1, rows) if documents is None else documents
+    for place in range(n):
+        setup = Setup(
+            sees.text(), rows, rows, (Cutting("a", n, place),), (), dealt, (documents is not None, False, False)
+        )
+        places = Places.of(sees, (rows, rows), documents, None)
+        owners = owners_of(setup, lambda places=places: places) if dealt else None
+        own = torch.from_numpy(Deal(setup, owners, False).here)[:, None]
+        keys = torch.arange(rows)
+        seen = numbers[:, own[:, 0], None] == numbers[:, None]
+        if sees.right is not None:
+            seen = seen & (keys <= own + sees.right)
+        if sees.left is not None:
+            seen = seen & (keys >= own - sees.left)
+        found.append(int(seen.sum()))
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [2048, 2039])
+def test_devices_have_as_many_pairs(n, rows):
+    causal = pairs_of_ranks(Sees(right=0), rows, HALVES, n=n)
+    assert sum(causal) == rows * (rows + 1) // 2
+    assert max(causal) <= 1.01 * np.mean(causal)
+    for seed in range(6):  # five documents of drawn lengths
+        ends = torch.rand(4, generator=torch.Generator().manual_seed(seed)).mul(rows).long().sort().values
+        documents = torch.bucketize(torch.arange(rows), ends, right=True)[None]
+        drawn_lengths = pairs_of_ranks(Sees(right=0), rows, WORK, documents, n)
+        assert max(drawn_lengths) <= 1.02 * np.mean(drawn_lengths)
+    plain = pairs_of_ranks(Sees(right=0), rows, "", n=n)
+    assert max(plain) > (1.9 - 1 / n) * np.mean(plain)  # as they lie, the last device has nearly twice the mean
+
+
+SENT: dict[int, list[int]] = {}  # by rank, which is a thread
+
+
+def sent_by_a_rank(rank: int, name: str, rings: str, dtype: torch.dtype):
+    """Bytes that a rank sends to others, message by message, forward and then backward; results and gradients."""
+    sent = SENT[rank] = []
+    rows = 96
+    (setup,) = [s for way, s in setups(name, rows, (RANKS,), rings, (rank,)).items() if way == MASKS[name][2]]
+    axes = {"a": Axis("a", RANKS, rank, dist.group.WORLD)}
+    *tensors, gradient = (
+        x if x is None or not x.is_floating_point() else x.to(dtype) for x in drawn(rows, setup.given)
+    )
+    own = {of: Deal(setup, None, of).here for of in (False, True)}
+    mine = [x[:, :, own[k > 0]] if k < 3 else x for k, x in enumerate(tensors)]
+    found = ran(setup, axes, mine, gradient[:, :, own[False]])
+    return sent, found
+
+
+@pytest.mark.parametrize("name, rings", [("causal", "a"), ("causal", ""), ("full", "a"), ("window", "a")])
+def test_what_is_sent_is_what_has_to_be(name, rings, monkeypatch):
+    send = dist.all_to_all_single
+
+    def counted(made, given, comes, sends, **how):
+        others = sum(n for i, n in enumerate(sends) if i != dist.get_rank())
+        SENT[dist.get_rank()].append(others * given[:1].numel() * given.element_size())
+        return send(made, given, comes, sends, **how)
+
+    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    by_rank = on_threads(RANKS, sent_by_a_rank, name, rings, torch.float32)
+    rows = 96 // RANKS
+    keys = 4 * BATCH * GROUPS * rows * 2 * WIDTH  # of keys and values of a device, of one width in a ring
+    steps = {"window": 1, "full": RANKS - 1, "causal": RANKS - 1}[name] if rings else 0
+    for sent, _ in by_rank:
+        deals = 4 + 2 * bool(rings) if MASKS[name][2] else 0  # queries, results and their gradients; keys and values
+        ring = steps + 2 * steps + bool(steps)
+        assert len(sent) == deals + ring
+        assert sorted(sent)[-ring:] == [keys] * ring if ring else True
+        widths = (WIDTH, OF_VALUES, OF_VALUES, WIDTH, *([0.5 * (WIDTH + OF_VALUES)] * 2 if rings else []))
+        most = sum(4 * BATCH * HEADS * rows * width for width in widths) if deals else 0
+        assert sum(sent) - ring * keys <= most  # a row is dealt once there and once back
+
+
+@pytest.mark.parametrize("rings", ["", "a"])
+def test_in_half_precision_it_is_as_near_as_eager(rings):
+    name, rows = "causal", 96
+    by_rank = on_threads(RANKS, sent_by_a_rank, name, rings, torch.bfloat16)
+    *exact, gradient = drawn(rows, MASKS[name][1])
+    out, gradients = {}, {}
+    for dtype in (torch.float64, torch.bfloat16):
+        given = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in exact[:3]]
+        key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in given[1:])
+        out[dtype] = torch.nn.functional.scaled_dot_product_attention(given[0], key, value, is_causal=True)
+        gradients[dtype] = torch.autograd.grad(out[dtype], given, gradient.to(torch.bfloat16).to(dtype))
+    found = [[made[k] for _, made in by_rank] for k in range(4)]
+    whole = [torch.cat(found[0], 2), torch.cat(found[1], 2)]
+    whole += [torch.cat(x, 2) if rings else sum(x[1:], x[0]) for x in found[2:]]
+    right, eagerly = ([out[d].detach(), *gradients[d]] for d in (torch.float64, torch.bfloat16))
+    for x, exactly, torchs in zip(whole, right, eagerly, strict=True):
+        assert x.dtype == torch.bfloat16
+        assert (x.double() - exactly).norm() <= 2 * (torchs.double() - exactly).norm()
