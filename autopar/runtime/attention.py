@@ -25,7 +25,7 @@ from autopar.runtime.collectives import Axis
 from autopar.runtime.dealing import Setup, deal_of, dealt, empty_rows, owners_of, room_of
 from autopar.runtime.private import AttentionCall, attention_kernel, fused_attention, fused_attention_backward
 from autopar.runtime.rings import Keys, Step, messages_of_ring
-from autopar.runtime.sees import SIZES, Places, Sees, Tile, ranges_of, seen_pairs
+from autopar.runtime.sees import FAR, SIZES, Places, Sees, Tile, ranges_of, seen_pairs
 from autopar.runtime.wires import EXCHANGING, Exchanging, wires_of
 
 GROUPED = ("cpu", "flash")  # kernels that take fewer heads of keys than of queries
@@ -168,7 +168,7 @@ class _Attention:
         self.wide = torch.promote_types(query.dtype, torch.float32)
 
     def tiles(self, step: Step) -> Iterator[Tile]:
-        block = SIZES.block if self.kernel != "flash" else 1 << 60
+        block = SIZES.block if self.kernel != "flash" else FAR
         return self.places.tiles(self.sees, self.queries, ranges_of(self.keys.rows(step)), block)
 
     @functools.cached_property
@@ -301,11 +301,10 @@ class _Attention:
 
     def _by_rows(self, tile: Tile, query: Tensor, key: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Rows of a tile whose scores are in memory at once, and the pairs of them that see each other."""
-        seen = seen_pairs(tile, query.device)
         each = max(1, SIZES.scores // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
         for first in range(0, query.shape[2], each):
-            rows = slice(first, first + each)
-            yield rows, seen[rows]
+            stop = min(query.shape[2], first + each)
+            yield slice(first, stop), seen_pairs(tile.part(first, stop), query.device)
 
     def _scores(self, query: Tensor, key: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | float]:
         """Scores in the dtype of accumulation, and the slope of what they pass through."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Ranges = Sequence[tuple[int, int]]
-_FAR = 1 << 60
+FAR = 1 << 60  # farther than any place
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Sees:
     @property
     def band(self) -> tuple[int, int]:
         """Keys before and behind a query that it sees, a large number for no end."""
-        return _FAR if self.left is None else self.left, _FAR if self.right is None else self.right
+        return FAR if self.left is None else self.left, FAR if self.right is None else self.right
 
 
 class Tile(NamedTuple):
@@ -96,6 +96,13 @@ class Tile(NamedTuple):
         return self.last == 0 and self.first is None and self.keys.stop - self.keys.start == n
 
 
+    def part(self, first: int, stop: int) -> Tile:
+        """The tile of some of its queries."""
+        start = self.queries.start
+        ends = (None if end is None else end + first for end in (self.first, self.last))
+        return Tile(self.batch, slice(start + first, start + stop), self.keys, *ends)
+
+
 class Run(NamedTuple):
     """Places that follow each other and belong to one document and one chunk."""
 
@@ -119,10 +126,10 @@ class Places:
         rows = max((1, *(len(x) for x in (numbers, there) if x is not None)))
         found: list[list[list[Run]]] = []
         for is_key, size in enumerate(sizes):
-            chunk: np.ndarray = np.arange(size) // (sees.chunk or _FAR)
+            chunk: np.ndarray = np.arange(size) // (sees.chunk or FAR)
             of_rows = []
             for b in range(rows):
-                own = chunk if numbers is None else numbers[min(b, len(numbers) - 1)] * (_FAR >> 30) + chunk
+                own = chunk if numbers is None else numbers[min(b, len(numbers) - 1)] * (FAR >> 30) + chunk
                 counted = there[min(b, len(there) - 1)] if there is not None and is_key else None
                 of_rows.append(_runs(own, counted))
             found.append(of_rows)
@@ -190,14 +197,23 @@ def _tiles_of(sees: Sees, pair: _Pair, block: int) -> Iterator[Tile]:
     if pair.a >= pair.z or pair.c >= pair.d:
         return
     is_left_open = pair.z - 1 - pair.c <= left
-    if is_left_open and pair.d - 1 - pair.a <= right:
+    is_causal = is_left_open and right == 0
+    everybody = pair.a + right + 1  # the end of the keys that all of these queries see, if no window begins later
+    if is_left_open and pair.d <= everybody:
         yield pair.tile(False, sees)
-    elif is_left_open and right == 0 and pair.c < pair.a:  # Keys before all of the queries, and a square.
-        yield pair.of_keys(pair.c, pair.a).tile(False, sees)
-        yield from _tiles_of(sees, pair.of_keys(pair.a, pair.d), block)
-    elif not is_left_open and pair.z - pair.a > block:
+    elif is_causal and pair.c == pair.a and pair.d == pair.z:
+        yield pair.tile(True, sees)
+    elif is_causal and pair.a < pair.d < pair.z:  # Queries behind the last key.
+        yield from _tiles_of(sees, pair.of_queries(pair.a, pair.d), block)
+        yield from _tiles_of(sees, pair.of_queries(pair.d, pair.z), block)
+    elif not is_causal and pair.z - pair.a > block:
         for a in range(pair.a, pair.z, block):
             yield from _tiles_of(sees, pair.of_queries(a, min(pair.z, a + block)), block)
+    elif is_left_open and pair.c < everybody and (is_causal or block < FAR):
+        first = pair.a if is_causal else everybody
+        yield pair.of_keys(pair.c, first).tile(False, sees)
+        rest = pair.of_keys(first, pair.d)
+        yield rest.of_queries(max(pair.a, first - right), pair.z).tile(True, sees)
     else:
         yield pair.tile(True, sees)
 

@@ -7,12 +7,14 @@ holds most.
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import autopar
@@ -247,21 +249,54 @@ def test_a_broken_form_is_noticed(broken, threads, monkeypatch):
         compare(model, batch, plan, threads)
 
 
+def largest(graph, plan, rank) -> int:
+    """Elements of the largest tensor of a rank's program."""
+    joint = lower(graph, plan, plan.mesh.coordinate(rank)).joint
+    values = []
+    for node in (*joint.forward.nodes, *joint.backward.nodes):
+        made = node.meta.get("val")
+        values += made if isinstance(made, (tuple, list)) else [made]
+    return max(v.numel() for v in values if isinstance(v, torch.Tensor))
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
 def test_no_tensor_is_as_large_as_the_scores(causal):
-    length, mesh = 2048, autopar.DeviceMesh(4)
+    length = 2048
     model, batch = Attends(causal=causal), batch_of(length)
     plan, graph = planned(model, batch, (4,)), ColoTracer().trace(model, batch)
-    for rank in range(mesh.size):
-        joint = lower(graph, plan, mesh.coordinate(rank)).joint
-        for half in (joint.forward, joint.backward):
-            values = [
-                v
-                for n in half.nodes
-                for v in (n.meta["val"] if isinstance(n.meta.get("val"), (tuple, list)) else [n.meta.get("val")])
-                if isinstance(v, torch.Tensor)
-            ]
-            assert max(v.numel() for v in values) < length * length // mesh.size
+    assert max(largest(graph, plan, rank) for rank in range(4)) < length * length // 4
+
+
+LONG = {
+    "documents": ("Llama", {}, ("position_ids",)),
+    "padding": ("Llama", {}, ("attention_mask",)),
+    "windows": ("Mistral", dict(sliding_window=4096), ()),
+    "sinks": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=128), ()),
+}
+
+
+BY_DAY = {("documents", "ring", 32768), ("windows", "gather", 32768), ("sinks", "ulysses", 32768)}
+
+
+@pytest.mark.parametrize(
+    "kind, how, length",
+    [
+        pytest.param(*case, marks=[] if case in BY_DAY else pytest.mark.nightly)
+        for case in itertools.product(LONG, ("ring", "gather", "ulysses"), (8192, 32768))
+    ],
+)
+def test_no_tensor_of_a_long_sequence_is_a_square(kind, how, length):
+    family, sizes, more = LONG[kind]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=length, use_cache=False, **sizes,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    batch = dict.fromkeys(("input_ids", "labels", *more), ids)
+    plan = autopar.plan(model, batch, mesh=4, parallel=dict(context=dict(size=4, how=how)), cluster="generic")
+    graph = ColoTracer().trace(model, batch)
+    assert largest(graph, plan, 3) <= 64 * length  # logits, whole; a square has 128 or 512 times as many
 
 
 KEPT = [  # models, dtypes and rings; what is merged in single precision counts most in half precision

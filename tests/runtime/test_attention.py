@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.attention import attention_backward, attention_forward, deal
 from autopar.runtime.collectives import Axis
@@ -264,3 +265,30 @@ def test_in_half_precision_it_is_as_near_as_eager(rings):
     for x, exactly, torchs in zip(whole, right, eagerly, strict=True):
         assert x.dtype == torch.bfloat16
         assert (x.double() - exactly).norm() <= 2 * (torchs.double() - exactly).norm()
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that is made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = (
+            x.numel() for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)
+        )
+        self.most = max(self.most, *sizes, 0)
+        return made
+
+
+@pytest.mark.parametrize(
+    "sees", [Sees(right=0), Sees(255, 0), Sees(right=0, chunk=512), Sees(right=0, softcap=2.0)], ids=str
+)
+def test_no_tensor_inside_is_a_square(sees):
+    rows = 8192
+    query, key, value, gradient = torch.randn(4, 1, 1, rows, 8)
+    setup = Setup(sees.text(), rows, rows).text()
+    with Largest() as seen:
+        made = attention_forward([query, key, value], (), setup)
+        attention_backward([query, key, value], (), made, gradient, setup)
+    assert seen.most <= rows * rows / 4
