@@ -1,7 +1,6 @@
 """Plans of long sequences on meta: what is chosen, what an attention takes beside its ideal, what is held.
 
-python -m benchmarks.long_sequences            # the tables of benchmarks/long_sequences.md
-python -m benchmarks.long_sequences published  # steps that others published
+python -m benchmarks.long_sequences  # the table of benchmarks/long_sequences.md
 """
 
 from __future__ import annotations

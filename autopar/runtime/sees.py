@@ -95,7 +95,6 @@ class Tile(NamedTuple):
         n = self.queries.stop - self.queries.start
         return self.last == 0 and self.first is None and self.keys.stop - self.keys.start == n
 
-
     def part(self, first: int, stop: int) -> Tile:
         """The tile of some of its queries."""
         start = self.queries.start

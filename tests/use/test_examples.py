@@ -92,9 +92,17 @@ def test_experts_on_four_processes_train_as_one_device(tmp_path):
     assert "expert parallel over 2 (axis model) (rows travel)" in said.stdout and "   4   " in said.stdout
 
 
+@pytest.mark.machines
+def test_packed_documents_on_four_processes_train_as_padded_ones_on_one_device(tmp_path):
+    command = [sys.executable, str(HERE / "examples" / "long_sequences.py")]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert said.returncode == 0, said.stderr
+    assert "context parallel over 4 devices" in said.stdout and "   4   " in said.stdout
+
+
 def test_examples_are_short_and_all_are_run():
     of_ranks = ("accelerate_loop", "fabric_loop", "huggingface_trainer", "lightning_trainer", "timm_loop", "demo")
-    of_ranks = (*of_ranks, "experts", "ops/train", "ops/ray_train")
+    of_ranks = (*of_ranks, "experts", "long_sequences", "ops/train", "ops/ray_train")
     elsewhere = {f"{name}.py" for name in of_ranks} | {"research/dump_space.py", "research/solve_space.py"}
     there = {str(p.relative_to(HERE / "examples")) for p in (HERE / "examples").rglob("*.py")}
     assert there == elsewhere | {name.partition(" ")[0] for name in SMALL}
