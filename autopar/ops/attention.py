@@ -332,7 +332,8 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     wide = max(4, item) / item
     is_told = how.given[0] or bool(sees.chunk)
     is_merged = bool(how.cuts or how.given[1] or sees.left)
-    tile = rows / 2 + 2 * keys if is_merged and not is_told else rows / 4 + keys / 4
+    before = 1 - 1 / (2 * how.parts) if how.dealt == HALVES else 1.0  # share of keys before the last piece of queries
+    tile = rows / 2 + 2 * before * keys if is_merged and not is_told else rows / 4 + keys / 4
     forward = rows * (wide**2 + 0.2 if is_merged and not is_told else wide * (wide - 1) + 0.3)
     if how.rings:
         forward += 4.6 * keys
@@ -341,8 +342,8 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
         backward = max((wide - 1) * (rows + 2 * keys) + tile, (wide > 1) * (wide * rows + 2 * (wide - 1) * keys))
     else:
         backward = 1.15 * rows
-    if how.dealt:
-        backward += rows  # their gradient, as it was dealt
+    if how.dealt:  # What went back to where rows lie is free by then: the results as they were dealt are kept.
+        backward = max(0.0, backward - rows)
     if kind == "cpu":
         masks, copies = _on_cpu(how, sees, item, (rows, keys))
         forward += masks
@@ -359,7 +360,7 @@ def _on_cpu(how: Setup, sees: Sees, item: int, nbytes: tuple[float, float]) -> t
     rows, keys = nbytes
     is_told = how.given[0] or bool(sees.chunk)
     masks = 0 if sees.left is None else (item + 1) * SIZES.block * (SIZES.block + min(sees.left, how.keys))
-    part = 0.25 if is_told else 0.6 if how.dealt == HALVES else 1.0
+    part = 0.25 if is_told else 1.0 if how.dealt != HALVES else 0.75 if how.rings else 0.6
     copies = part * 6 * rows + (part if is_told else 1.5) * 4 * keys
     return masks, copies if item < 4 else 0.0
 

@@ -60,7 +60,11 @@ class Pinning:
                 self._pin_parameter(draft, used, pins)
                 used = _uses_of_parameter(used, uses)
             for use in used:
-                if use.draft.site.kind not in ("output", "update"):  # outputs have a word of their own
+                is_by_way = (
+                    bool(self.constraints.ways) and use.draft.site.op in ATTENTIONS
+                )  # heads say how sinks are cut
+                is_left = is_by_way and draft.site.kind == "parameter"
+                if use.draft.site.kind not in ("output", "update") and not is_left:  # outputs have a word of their own
                     self._admit(use.draft, use.operand, _granted(use, pins))
         for key, draft in drafts.items():
             if draft.site.op in ATTENTIONS:
@@ -140,7 +144,8 @@ _OPERANDS = ("queries", "keys", "values", "mask")
 def _why_not(way: str, key: SiteKey, draft: Draft) -> str:
     """Say why an attention has no choice that divides it in a way."""
     if way == ULYSSES:
-        return f"its {draft.operands[1].shape[-3]} heads of keys do not give every device one"
+        heads = [t.shape[-3] for t in draft.operands[:2]]
+        return f"its {heads[0]} heads, of which {heads[1]} have keys of their own, do not give every device as many"
     asked = key.kwargs if isinstance(key, fx.Node) else {}
     if way == RING and asked.get("attn_mask") is not None:
         return "it has a mask tensor of queries by keys, which does not go round with keys"

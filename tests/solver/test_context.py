@@ -144,7 +144,7 @@ def test_a_batch_of_one_row_has_a_rival_that_cuts_its_sequence():
 @pytest.mark.parametrize(
     "parallel, sizes, how, said",
     [
-        ("ulysses", (1, 4, 1), {}, "2 heads of keys do not give every device one.*how='gather', how='ring'"),
+        ("ulysses", (1, 4, 1), {}, "its 4 heads, of which 2 have keys.*how='gather', how='ring'"),
         ("ring", (1, 2, 1), {"mask": True}, "a mask tensor of queries by keys.*how='gather', how='ulysses'"),
         ("ring", (1, 2, 1), {"dropout": 0.1}, "drops weights of queries by keys"),
         ("cp", (1, 2, 1), {"inputs": batch(1, 1)}, "cannot share the 1 positions of input ids"),
