@@ -360,7 +360,7 @@ def _on_cpu(how: Setup, sees: Sees, item: int, nbytes: tuple[float, float]) -> t
     rows, keys = nbytes
     is_told = how.given[0] or bool(sees.chunk)
     masks = 0 if sees.left is None else (item + 1) * SIZES.block * (SIZES.block + min(sees.left, how.keys))
-    part = 0.25 if is_told else 1.0 if how.dealt != HALVES else 0.75 if how.rings else 0.6
+    part = 0.25 if is_told else 1.0 if how.dealt != HALVES else 0.9 if how.rings else 0.6
     copies = part * 6 * rows + (part if is_told else 1.5) * 4 * keys
     return masks, copies if item < 4 else 0.0
 
