@@ -1,11 +1,13 @@
 """Plans of long sequences on meta: what is chosen, what an attention takes beside its ideal, what is held.
 
-python -m benchmarks.long_sequences  # the table of benchmarks/long_sequences.md
+python -m benchmarks.long_sequences            # the table of benchmarks/long_sequences.md
+python -m benchmarks.long_sequences published  # steps that torchtitan published
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -104,5 +106,35 @@ def table() -> None:
         )
 
 
+# torchtitan's LLaMA-3 8B on 8 H100 of 500 W, fully recomputed and compiled, balanced context parallelism of torch
+# (ring or gathered keys), float8 products: parts of the sequence, its length, tokens a second of a GPU.
+# pytorch/torchtitan@b5bcd76c6 benchmarks/llama3_h100_202412_torchtitan.md
+TITAN = [(1, 32 * K, 3890), (2, 64 * K, 2540), (4, 128 * K, 1071), (8, 256 * K, 548)]
+
+
+def published() -> None:
+    """Predicted tokens a second beside published ones, and how both change from row to row."""
+    print("| parts of the sequence | length | predicted | published | change | published change |")
+    print("|" + " --- |" * 6)
+    config = transformers.LlamaConfig(**LLAMA | dict(num_hidden_layers=32), use_cache=False)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    before: tuple[float, float] | None = None
+    for parts, length, tokens in TITAN:
+        ids = torch.empty(8 // parts, length, dtype=torch.int64, device="meta")
+        data = {"data": {"size": 8 // parts, "zero": 3}}
+        plan = autopar.plan(
+            model, {"input_ids": ids, "labels": ids}, mesh=(8 // parts, parts) if 1 < parts < 8 else 8,
+            cluster="h100w500-8x1", precision="bf16", recompute="full", compile=True, memory_budget="inf",
+            parallel="zero3" if parts == 1 else data | {"context": parts} if parts < 8 else {"context": 8},
+            assume=autopar.Assume(no_padding=True),
+        )  # fmt: skip
+        predicted = length / parts / plan.step_time_s
+        changes = [f"{now / then:.2f}" for now, then in zip((predicted, tokens), before or (), strict=False)]
+        cells = (str(parts), f"{length // K}k", f"{predicted:.0f}", str(tokens), *(changes or ["", ""]))
+        print(f"| {' | '.join(cells)} |", flush=True)
+        before = predicted, tokens
+
+
 if __name__ == "__main__":
-    table()
+    published() if sys.argv[1:] == ["published"] else table()
