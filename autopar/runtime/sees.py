@@ -107,7 +107,7 @@ class Run(NamedTuple):
 
     start: int
     stop: int
-    number: int
+    number: tuple[int, int]  # both its document and its chunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,15 +122,15 @@ class Places:
         """The places of a call with so many queries and keys."""
         numbers = None if documents is None else _on_host(documents)
         there: np.ndarray | None = None if counts is None else _on_host(counts).astype(bool)
-        rows = max((1, *(len(x) for x in (numbers, there) if x is not None)))
+        (rows,) = np.broadcast_shapes((1,), *((len(x),) for x in (numbers, there) if x is not None))
         found: list[list[list[Run]]] = []
         for is_key, size in enumerate(sizes):
             chunk: np.ndarray = np.arange(size) // (sees.chunk or FAR)
             of_rows = []
             for b in range(rows):
-                own = chunk if numbers is None else numbers[min(b, len(numbers) - 1)] * (FAR >> 30) + chunk
+                document = np.zeros(size, np.int64) if numbers is None else numbers[min(b, len(numbers) - 1)]
                 counted = there[min(b, len(there) - 1)] if there is not None and is_key else None
-                of_rows.append(_runs(own, counted))
+                of_rows.append(_runs(document, chunk, counted))
             found.append(of_rows)
         return Places(*found)
 
@@ -193,7 +193,7 @@ def _tiles_of(sees: Sees, pair: _Pair, block: int) -> Iterator[Tile]:
     left, right = sees.band
     pair = pair.of_keys(max(pair.c, pair.a - left), min(pair.d, pair.z + right))
     pair = pair.of_queries(max(pair.a, pair.c - right), min(pair.z, pair.d + left))
-    if pair.a >= pair.z or pair.c >= pair.d:
+    if pair.a >= pair.z or pair.c >= pair.d or left + right < 0:  # The window may end before it begins.
         return
     is_left_open = pair.z - 1 - pair.c <= left
     is_causal = is_left_open and right == 0
@@ -219,7 +219,7 @@ def _tiles_of(sees: Sees, pair: _Pair, block: int) -> Iterator[Tile]:
 
 def _met(queries: Sequence[Run], keys: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
     """The runs of queries with each run of keys of the same number."""
-    by_number: dict[int, list[Run]] = {}
+    by_number: dict[tuple[int, int], list[Run]] = {}
     for run in keys:
         by_number.setdefault(run.number, []).append(run)
     for run in queries:
@@ -237,14 +237,15 @@ def _laid(ranges: Ranges, run: Run) -> Iterator[tuple[int, tuple[int, int]]]:
         at += last - first
 
 
-def _runs(numbers: np.ndarray, counted: np.ndarray | None) -> list[Run]:
-    if not len(numbers):
+def _runs(documents: np.ndarray, chunks: np.ndarray, counted: np.ndarray | None) -> list[Run]:
+    if not len(chunks):
         return []
-    changes = numbers[1:] != numbers[:-1]
-    if counted is not None:
-        changes |= counted[1:] != counted[:-1]
+    told = (x for x in (documents, chunks, counted) if x is not None)
+    changes = np.logical_or.reduce([x[1:] != x[:-1] for x in told])
     starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
-    found = (Run(a, z, int(numbers[a])) for a, z in zip(starts, [*starts[1:], len(numbers)], strict=True))
+    # Documents may have any numbers: they and chunks stay apart, as no one number has room for both.
+    numbers = zip(documents[starts].tolist(), chunks[starts].tolist(), strict=True)
+    found = (Run(a, z, of) for a, z, of in zip(starts, [*starts[1:], len(chunks)], numbers, strict=True))
     return [run for run in found if counted is None or counted[run.start]]
 
 
