@@ -122,6 +122,9 @@ class Places:
         """The places of a call with so many queries and keys."""
         numbers = None if documents is None else _on_host(documents)
         there: np.ndarray | None = None if counts is None else _on_host(counts).astype(bool)
+        for told, size in ((numbers, sizes[0]), (numbers, sizes[1]), (there, sizes[1])):
+            if told is not None and told.shape[1:] != (size,):
+                raise ValueError(f"documents or counts of shape {told.shape}, and an attention of {size} places")
         (rows,) = np.broadcast_shapes((1,), *((len(x),) for x in (numbers, there) if x is not None))
         found: list[list[list[Run]]] = []
         for is_key, size in enumerate(sizes):
