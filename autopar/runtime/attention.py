@@ -226,8 +226,9 @@ class _Attention:
         made = [_laid(wide.pop(0)[..., : like.shape[-1]], like.dtype) for like in likes]
         if given.sinks is not None:
             shares = (given.sinks.to(log_sum.dtype)[:, None] - log_sum).exp()
-            of_sinks = -((gradient * out).sum(-1, dtype=log_sum.dtype) * shares).sum((0, 2))
-            made.append(of_sinks.to(given.sinks.dtype))
+            heads = zip(gradient.unbind(1), out.unbind(1), strict=True)  # one by one: products are in the wide dtype
+            dots = torch.stack([(of.to(self.wide) * x.to(self.wide)).sum(-1) for of, x in heads], 1)
+            made.append(-(dots * shares).sum((0, 2)).to(given.sinks.dtype))
         return made
 
     def _blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:

@@ -103,7 +103,7 @@ def test_gpt2_small_shares_its_attention_and_says_why():
         attention = {n: d for n, d in plan.decisions.items() if d.op == "scaled_dot_product_attention"}
         assert len(attention) == 12 and all(any(f.value.is_shard for f in d.flows()) for d in attention.values())
     text = plan.explain("transformer.h.3.attn/scaled_dot_product_attention")
-    assert "the best plan with it" in text and "the op itself" in text and text.count("rival") == 3
+    assert "the best plan with it" in text and "the op itself" in text and text.count("rival") >= 3
     again = autopar.Plan.from_dict(plan.to_dict())
     assert "plan again" in again.explain("transformer.h.3.attn/scaled_dot_product_attention")
 
