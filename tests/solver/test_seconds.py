@@ -334,17 +334,16 @@ class _Causal(nn.Module):
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_cut_queries_take_as_long_as_the_pairs_that_the_last_part_sees(devices):
-    """Counted pair by pair: each query sees the keys up to its own place."""
+def test_cut_queries_take_as_long_as_their_share_of_all_pairs(devices):
+    """Queries are dealt, so that each device has as many pairs; what deals and a ring take is small beside them."""
     length = 65536  # the starts of kernels do not count
     with torch.device("meta"):
         given = tuple(torch.empty(1, 1, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     how = dict(cluster=peaks("h100-8x1"), optimizer="sgd", memory_budget="inf")
     one = seconds_of(autopar.plan(_Causal(), given, mesh=1, **how), "attention")
     plan = autopar.plan(_Causal(), given, mesh=devices, constraints={"q": "S(2)@0", "inner": "S(2)@0"}, **how)
-    last = range(length - length // devices, length)
-    seen, whole = sum(row + 1 for row in last), length * length / 2
-    assert seconds_of(plan, "attention") / one == pytest.approx(seen / whole, rel=0.02)
+    share = seconds_of(plan, "attention") / one * devices
+    assert 1.0 <= share <= 1.05
 
 
 @pytest.mark.parametrize("name", ["h100-8x2", "h200-8x2"])
