@@ -37,13 +37,13 @@ class OpBytes:
     def besides(self, op: fx.Node) -> np.ndarray | None:
         """Bytes that an op makes in forward and keeps for its backward; None where there are none."""
         held, back = self.lifetimes.besides[op], self.lifetimes.backward.get(op)
-        if facts_of(op_name(op)).part_keeps is not None and type_of(op).requires_grad:
-            return self._part_keeps(op) + self._sum(op, held)
+        is_kept = facts_of(op_name(op)).part_keeps is not None and type_of(op).requires_grad
+        kept = self._part_keeps(op) if is_kept else None
         if not held:
-            return None
-        if back is not None and back.is_apart and held is back.besides:
-            return self._on_parts(op)[0]
-        return self._sum(op, held)
+            return kept
+        is_apart = back is not None and back.is_apart and held is back.besides
+        own = self._on_parts(op)[0] if is_apart else self._sum(op, held)
+        return own if kept is None else own + kept
 
     def work(self, op: fx.Node) -> tuple[np.ndarray, ...]:
         """Bytes of an op's workspace in forward, and in backward: there beyond what pieces count at its time."""

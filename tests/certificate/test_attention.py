@@ -24,10 +24,10 @@ from autopar.runtime.rehearsal import Rehearsal
 from autopar.runtime.sees import Sees
 from autopar.sharding.placement import R, S
 from autopar.tracer import ColoTracer
+from tests.attended import drawn, eager
 from tests.certificate.claims import AXIS, combined
 from tests.certificate.made import broken
 from tests.gauntlet.suites import planned
-from tests.runtime.test_attention import drawn, eager
 from tests.shares import one_in
 
 DEAL, FORWARD, BACKWARD = (
