@@ -1,6 +1,7 @@
 """Plans of long sequences on meta: what is chosen, what an attention takes beside its ideal, what is held.
 
 python -m benchmarks.long_sequences            # the table of benchmarks/long_sequences.md
+python -m benchmarks.long_sequences ways       # each way of cutting a sequence, in a node and between nodes
 python -m benchmarks.long_sequences published  # steps that torchtitan published
 """
 
@@ -136,5 +137,22 @@ def published() -> None:
         before = predicted, tokens
 
 
+def ways() -> None:
+    """Steps of 1 x 128k of LLaMA-8B's shape on eight devices, by the way of its attentions."""
+    print("| eight devices | ring | gather | ulysses |\n| --- | --- | --- | --- |")
+    ids = torch.empty(1, 128 * K, dtype=torch.int64, device="meta")
+    model = built(CASES[1])
+    for name, cluster in (("of one node", "h100-8x1"), ("of eight nodes", "h100-1x8")):
+        steps = []
+        for way in ("ring", "gather", "ulysses"):
+            plan = autopar.plan(
+                model, {"input_ids": ids, "labels": ids}, mesh=8, cluster=cluster, precision="bf16",
+                memory_budget="inf", assume=autopar.Assume(no_padding=True),
+                parallel={"data": {"size": 1, "zero": 3}, "context": {"size": 8, "how": way}},
+            )  # fmt: skip
+            steps.append(f"{1e3 * plan.step_time_s:.0f}")
+        print(f"| {name} | {' | '.join(steps)} |", flush=True)
+
+
 if __name__ == "__main__":
-    published() if sys.argv[1:] == ["published"] else table()
+    {"published": published, "ways": ways}.get(" ".join(sys.argv[1:]), table)()
