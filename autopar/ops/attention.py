@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,10 @@ from autopar.runtime.sees import SIZES, Places, Sees
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import part
 
+_BytesOf = Callable[[LargestShapes, int], float]
+PLAIN = "scaled_dot_product_attention"  # torch's own, whose mask is a tensor, or causal, or none
 DESCRIBED = "attention"  # the op whose mask is a description
+ATTENTIONS = (PLAIN, DESCRIBED)
 
 
 def attend(
@@ -130,7 +133,7 @@ def _dealt(sees: Sees, queries: int, keys: int, parts: tuple[int, ...], is_told:
     return WORK if pairs_of_fullest(sees, queries, keys, parts, "") > LIMITS.uneven * even else ""
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)  # each has a number for each place
 def _pairs(sees: Sees, queries: int, keys: int) -> np.ndarray:
     """The keys that each query sees, with documents of the length that is assumed."""
     if sees.length is not None:
@@ -182,9 +185,9 @@ def is_by_parts(here: Here, call: OpCall) -> bool:
 
 def part_with_mask(here: Here, call: OpCall, kwargs: dict[str, Any]) -> Form:
     """Attention written out, with dropout by position, or attention of local queries; else None."""
-    if call.random < 0 and not is_by_parts(here, call):
-        return None
     if call.random < 0:
+        if not is_by_parts(here, call):
+            return None
         _expect_own_program(call)
         q, k, v = (kwargs[name] for name in ("query", "key", "value"))
         how = dict(grouped=bool(kwargs.get("enable_gqa")), setup=setup_at(here, call).text())
@@ -217,7 +220,7 @@ def _expect_own_program(call: OpCall) -> None:
         raise NotServed(
             "attention of cut queries reads other keys on every rank, and LocalTensors run one program for all",
             at=call.source,
-            advice="autopar.testing.on_processes",
+            advice="autopar.testing.on_threads or on_processes",
         )
 
 
@@ -231,8 +234,10 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
     is_ring = along.axis in {ring.axis for ring in how.rings}
     found = []
     if how.dealt:
-        deals = [_rows_of(0, 0), _rows_of(0, 2)] + [_rows_of(1, 1, 2)] * is_ring
-        found += [Exchange("all_to_all", way, nbytes=_over_axis(of, call)) for way in WAYS for of in deals]
+        deals = [_dealt_bytes(call, 0, (0,)), _dealt_bytes(call, 0, (2,))]  # queries, and results
+        if is_ring:
+            deals.append(_dealt_bytes(call, 1, (1, 2)))
+        found += [Exchange("all_to_all", way, nbytes=nbytes) for way in WAYS for nbytes in deals]
     if is_ring:
         there, home = messages_of_ring(how.text())[along.axis]
         wide = max(4, call.arguments["key"].itemsize) / call.arguments["key"].itemsize
@@ -244,23 +249,17 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
     return tuple(found)
 
 
-def _rows_of(rows: int, *widths: int) -> tuple[int, tuple[int, ...]]:
-    """A tensor with the rows and heads of one operand, and the widths of some."""
-    return rows, widths
-
-
-def _over_axis(of: tuple[int, tuple[int, ...]], call: OpCall) -> Any:
-    """Bytes of rows that are dealt, as if the axis did not cut them."""
-    place, widths = of
+def _dealt_bytes(call: OpCall, rows_of: int, widths_of: Sequence[int]) -> _BytesOf:
+    """Bytes of rows of one operand with the widths of some, as if the axis did not cut them."""
 
     def nbytes(parts: LargestShapes, n: int) -> float:
-        rows = math.prod(parts[place][:-1]) * sum(parts[k][-1] for k in widths)
+        rows = math.prod(parts[rows_of][:-1]) * sum(parts[k][-1] for k in widths_of)
         return float(rows * n * call.arguments["query"].itemsize)
 
     return nbytes
 
 
-def _keys_on_the_way(call: OpCall, share: float) -> Any:
+def _keys_on_the_way(call: OpCall, share: float) -> _BytesOf:
     """Bytes of the keys and values that a device sends."""
 
     def nbytes(parts: LargestShapes, n: int) -> float:
@@ -374,43 +373,38 @@ def kept_of_part(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> i
     return is_dealt * call.arguments["query"].itemsize * math.prod(query[:-1]) * value[-1]
 
 
-op(
-    "scaled_dot_product_attention",
-    F.scaled_dot_product_attention,
-    "query:T, key:T, value:T, attn_mask:T=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False",
-    rule=rule_with_mask,
+SHARED: dict[str, Any] = dict(
     serves="~&",
-    form=part_with_mask,
     exchanges=exchanged,
-    draws=True,
-    keeps=kept_with_mask,
-    work=work,
     part_work=work_of_part,
     part_keeps=kept_of_part,
     joint=True,
     timed=timed,
     second_size=(1, -2),
     counts="q",
-    flops=(4, "e|m"),  # two products, over the width of keys and over that of values
     scores=scores,
+)
+op(
+    PLAIN,
+    F.scaled_dot_product_attention,
+    "query:T, key:T, value:T, attn_mask:T=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False",
+    rule=rule_with_mask,
+    form=part_with_mask,
+    draws=True,
+    keeps=kept_with_mask,
+    work=work,
+    flops=(4, "e|m"),  # two products, over the width of keys and over that of values
     reach="attention",
+    **SHARED,
 )
 op(
     DESCRIBED,
     attend,
     "query:T, key:T, value:T, documents:T=None, counts:T=None, sinks:T=None, sees=''",
     rule=rule_with_description,
-    serves="~&",
     form=part_with_description,
-    exchanges=exchanged,
     keeps=kept_with_description,
-    part_work=work_of_part,
-    part_keeps=kept_of_part,
-    joint=True,
-    timed=timed,
-    second_size=(1, -2),
-    counts="q",
     flops=(4, "e|s0|s1|o0|o1"),
-    scores=scores,
     reach="described attention",
+    **SHARED,
 )

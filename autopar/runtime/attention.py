@@ -280,9 +280,8 @@ class _Attention:
             key, value = (_by_head(x, query) for x in (key, value))
         if not self._is_written_out(tile):
             call = self._calls(tile, query)
-            if (
-                self.kernel == "cpu"
-            ):  # Else each call's share of a gradient is rounded, and shares are larger than sums.
+            if self.kernel == "cpu":
+                # Else each call's share of a gradient is rounded, and shares are larger than their sum.
                 call = replace(call, mask=call.mask if call.mask is None else call.mask.to(self.wide))
                 gradient, query, key, value, out = (x.to(self.wide) for x in (gradient, query, key, value, out))
             found = fused_attention_backward(call, gradient, query, key, value, out, sums)

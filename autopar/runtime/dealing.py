@@ -202,7 +202,7 @@ def _targets(how: Setup, owners: Owners, rows: int, first: int | None) -> dict[s
     return {cut.axis: found[cut.axis] for cut in how.order[:first]}
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)  # each has several numbers for each row, and new documents make a new one
 def deal_of(setup: str, owners: Owners | None, of_keys: bool) -> Deal:
     """The deal of a setup; None for rows that stay as they lie."""
     return Deal(Setup.of(setup), owners, of_keys)

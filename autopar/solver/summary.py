@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autopar.ops.attention import ATTENTIONS
 from autopar.sharding.certainty import FROM
 from autopar.solver.axis_use import AxisUse, short_name, use_of
 from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
 from autopar.solver.workload import StepRates
-from autopar.space.attention_ways import ATTENTIONS
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside, Plan

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from autopar.sharding.strategies import Strategy
 
-ATTENTIONS = ("scaled_dot_product_attention", "attention")
 RING, GATHER, ULYSSES = WAYS = ("ring", "gather", "ulysses")
 
 

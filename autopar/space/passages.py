@@ -11,6 +11,7 @@ import torch.fx as fx
 from autopar.graph import walks
 from autopar.graph.graph import info, op_name, type_of
 from autopar.once import Once
+from autopar.ops.attention import ATTENTIONS
 from autopar.ops.entry import facts_of
 from autopar.space.lifetimes import Lifetimes
 from autopar.space.local_bytes import LocalBytes, Tensors
@@ -139,7 +140,7 @@ def _cores(ops: Sequence[fx.Node]) -> set[fx.Node]:
 
     The product before belongs to the core, the one behind does not.
     """
-    found = {op for op in ops if op_name(op) == "scaled_dot_product_attention"}
+    found = {op for op in ops if op_name(op) in ATTENTIONS}
     for op in ops:
         if op_name(op) != "softmax":
             continue

@@ -11,9 +11,10 @@ import torch.fx as fx
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadConstraint, BadPreset
 from autopar.once import Once
+from autopar.ops.attention import ATTENTIONS
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.strategies import values
-from autopar.space.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
+from autopar.space.attention_ways import GATHER, RING, ULYSSES, way_of
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Pin, Pins
 from autopar.space.sites import Draft
@@ -59,12 +60,10 @@ class Pinning:
             if draft.site.kind == "parameter":
                 self._pin_parameter(draft, used, pins)
                 used = _uses_of_parameter(used, uses)
+                if self.constraints.ways:  # Sinks are cut as the heads of their attention, which has a way to keep to.
+                    used = [use for use in used if use.draft.site.op not in ATTENTIONS]
             for use in used:
-                is_by_way = (
-                    bool(self.constraints.ways) and use.draft.site.op in ATTENTIONS
-                )  # heads say how sinks are cut
-                is_left = is_by_way and draft.site.kind == "parameter"
-                if use.draft.site.kind not in ("output", "update") and not is_left:  # outputs have a word of their own
+                if use.draft.site.kind not in ("output", "update"):  # outputs have a word of their own
                     self._admit(use.draft, use.operand, _granted(use, pins))
         for key, draft in drafts.items():
             if draft.site.op in ATTENTIONS:

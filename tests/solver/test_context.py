@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import autopar
@@ -165,3 +166,15 @@ def test_a_model_without_a_sequence_is_told_so():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8)
     with pytest.raises(BadPreset, match="no input has the positions of an attention"):
         autopar.plan(model, (x,), mesh=2, parallel="context")
+
+
+def test_a_described_attention_is_the_core_that_a_policy_repeats():
+    config = transformers.MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = transformers.MistralForCausalLM(config), torch.empty(2, 16, dtype=torch.int64)
+    how = dict(mesh=2, recompute="selective", memory_budget="inf")
+    plan = autopar.plan(model, {"input_ids": ids, "labels": ids}, **how)
+    assert plan.recomputed == {f"model.layers.{i}.self_attn/attention" for i in range(2)}

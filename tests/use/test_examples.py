@@ -84,20 +84,19 @@ def test_the_demo_is_never_silent(tmp_path):
     assert "Where to look next" in lines[-4]
 
 
-@pytest.mark.machines
-def test_experts_on_four_processes_train_as_one_device(tmp_path):
-    command = [sys.executable, str(HERE / "examples" / "experts.py")]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
-    assert said.returncode == 0, said.stderr
-    assert "expert parallel over 2 (axis model) (rows travel)" in said.stdout and "   4   " in said.stdout
+ON_FOUR = {  # examples that train on four processes as on one device, and what their plans say
+    "experts": "expert parallel over 2 (axis model) (rows travel)",
+    "long_sequences": "context parallel over 4 devices",
+}
 
 
 @pytest.mark.machines
-def test_packed_documents_on_four_processes_train_as_padded_ones_on_one_device(tmp_path):
-    command = [sys.executable, str(HERE / "examples" / "long_sequences.py")]
+@pytest.mark.parametrize("example", ON_FOUR)
+def test_four_processes_train_as_one_device(example, tmp_path):
+    command = [sys.executable, str(HERE / "examples" / f"{example}.py")]
     said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert said.returncode == 0, said.stderr
-    assert "context parallel over 4 devices" in said.stdout and "   4   " in said.stdout
+    assert ON_FOUR[example] in said.stdout and "   4   " in said.stdout
 
 
 def test_examples_are_short_and_all_are_run():

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from autopar.graph.layers import folded, innermost_block
+from autopar.ops.attention import ATTENTIONS
 from autopar.solver.plan import Plan
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
-_ATTENTION = "scaled_dot_product_attention"
 
 # Results of a module that are saved: what computes them ("product", "convolution", "attention"), and its number among
 # these in the order in which they run.
@@ -90,7 +90,7 @@ def products(plan: Plan, module: str) -> Iterator[tuple[str, tuple[str, int]]]:
 def _kind(op: str) -> str:
     if op in _PRODUCTS:
         return "product"
-    if op == _ATTENTION:
+    if op in ATTENTIONS:
         return "attention"
     return "convolution" if op.startswith("conv") else ""
 
