@@ -10,10 +10,10 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, call_of, info, op_name, rows_of_batch, type_of
 from autopar.graph.nodes import tensor_operands
-from autopar.ops.attention import DESCRIBED
 from autopar.ops.entry import facts_of
 from autopar.ops.local import OpOnDevice
 from autopar.request import Request
+from autopar.sharding.attention_ways import DESCRIBED
 from autopar.sharding.notation import Binding
 from autopar.solver.workload import StepWork
 from autopar.space.bindings import Bindings

@@ -32,13 +32,11 @@ from autopar.runtime.dealing import HALVES, WORK, Cutting, Setup
 from autopar.runtime.private import plays_all_ranks
 from autopar.runtime.rings import messages_of_ring, steps_of
 from autopar.runtime.sees import SIZES, Places, Sees
+from autopar.sharding.attention_ways import DESCRIBED, PLAIN
 from autopar.sharding.notation import Rule
 from autopar.sharding.placement import part
 
 _BytesOf = Callable[[LargestShapes, int], float]
-PLAIN = "scaled_dot_product_attention"  # torch's own, whose mask is a tensor, or causal, or none
-DESCRIBED = "attention"  # the op whose mask is a description
-ATTENTIONS = (PLAIN, DESCRIBED)
 
 
 def attend(

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.graph.layers import folded
-from autopar.ops.attention import ATTENTIONS
+from autopar.sharding.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
 from autopar.sharding.placement import Placement
 from autopar.sharding.strategies import Choice
 from autopar.solver.decision import Decision, Regathered
 from autopar.solver.limits import LIMITS
 from autopar.solver.ties import settled
-from autopar.space.attention_ways import GATHER, RING, ULYSSES, way_of
 
 if TYPE_CHECKING:
     from autopar.solver.budget import Budgeted

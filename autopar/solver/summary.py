@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopar.ops.attention import ATTENTIONS
+from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.sharding.certainty import FROM
 from autopar.solver.axis_use import AxisUse, short_name, use_of
 from autopar.solver.figures import between, count, size, sizes, time

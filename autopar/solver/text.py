@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from autopar.graph.layers import folded
 from autopar.letters import BadPlan
-from autopar.ops.attention import ATTENTIONS
+from autopar.sharding.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
 from autopar.sharding.certainty import resolution
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
@@ -25,7 +25,6 @@ from autopar.solver.decision import Conversion, Decision, Recomputed
 from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
 from autopar.solver.limits import LIMITS
 from autopar.solver.summary import ITSELF, batch_of, parts_of_step, sources_of, speed_of, title_of, verdict
-from autopar.space.attention_ways import GATHER, RING, ULYSSES, way_of
 
 if TYPE_CHECKING:
     from autopar.solver.curve import Curve, CurvePoint

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.graph.graph import call_of
-from autopar.ops.attention import DESCRIBED, keys_seen, sees_of
+from autopar.ops.attention import keys_seen, sees_of
 from autopar.ops.entry import facts_of
 from autopar.ops.local import OpOnDevice
+from autopar.sharding.attention_ways import DESCRIBED
 from autopar.sharding.cost_model import Heads
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.chosen import Chosen

@@ -22,8 +22,8 @@ from glob import escape
 from typing import Any, NamedTuple
 
 from autopar.letters import BadConstraint, Letter
-from autopar.ops.attention import ATTENTIONS
 from autopar.ops.entry import facts_of
+from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow, Placement, R, Sharding, outside_brackets
 from autopar.sharding.strategies import gradients, values

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.letters import BadPreset
-from autopar.ops.attention import ATTENTIONS
+from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import every_part_holds_something
 

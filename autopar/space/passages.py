@@ -11,8 +11,8 @@ import torch.fx as fx
 from autopar.graph import walks
 from autopar.graph.graph import info, op_name, type_of
 from autopar.once import Once
-from autopar.ops.attention import ATTENTIONS
 from autopar.ops.entry import facts_of
+from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.space.lifetimes import Lifetimes
 from autopar.space.local_bytes import LocalBytes, Tensors
 from autopar.space.op_bytes import OpBytes

@@ -11,10 +11,9 @@ import torch.fx as fx
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadConstraint, BadPreset
 from autopar.once import Once
-from autopar.ops.attention import ATTENTIONS
+from autopar.sharding.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.strategies import values
-from autopar.space.attention_ways import GATHER, RING, ULYSSES, way_of
 from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Pin, Pins
 from autopar.space.sites import Draft

@@ -53,9 +53,9 @@ from typing import Any
 
 from autopar.graph.graph import Graph, TensorType, rows_of_batch, type_of
 from autopar.letters import BadPreset, among
+from autopar.sharding.attention_ways import RING, ULYSSES, WAYS
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding, every_part_holds_something
-from autopar.space.attention_ways import RING, ULYSSES, WAYS
 from autopar.space.constraints import Preset
 from autopar.space.context import cuts_of_sequences, sequences_of
 from autopar.space.tensor_modes import MODES, STYLES, ParameterCut, by_experts, by_styles

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import DeviceMesh
-from autopar.space.attention_ways import ATTENTIONS, way_of
+from autopar.sharding.attention_ways import ATTENTIONS, way_of
 from autopar.testing import Equality
 from tests.random_plans import random_plan_with
 from tests.training import whole

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from autopar.graph.layers import folded, innermost_block
-from autopar.ops.attention import ATTENTIONS
+from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.solver.plan import Plan
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")

@@ -1,4 +1,4 @@
-"""The ways in which an axis may divide an attention along its sequence.
+"""The ops that are attention, and the ways in which an axis may divide an attention along its sequence.
 
 ring       queries and keys are cut, and keys go round
 gather     queries are cut, and every device has all keys
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from autopar.sharding.strategies import Strategy
 
+PLAIN = "scaled_dot_product_attention"  # torch's own, whose mask is a tensor, or causal, or none
+DESCRIBED = "attention"  # the op whose mask is a description
+ATTENTIONS = (PLAIN, DESCRIBED)
 RING, GATHER, ULYSSES = WAYS = ("ring", "gather", "ulysses")
 
 
