@@ -32,6 +32,7 @@ from autopar.module import How, ParallelModule, Source, parallelise
 from autopar.module.attributes import reads_of
 from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.reads import Reads
+from autopar.module.stages_of_job import StagesOfJob, meshes_of
 from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
 from autopar.progress import shown, tell
@@ -45,6 +46,7 @@ from autopar.runtime.world import (
     digest_of,
     from_rank_0,
     once_all_have,
+    rank_here,
     start_world,
     world_size,
 )
@@ -75,6 +77,7 @@ def plan(
     strict: bool = False,
     accumulation: int = 1,
     microbatches: int | str = "auto",
+    pipeline: int | str | Mapping[str, Any] | None = None,
     chunks: int | str = "auto",
     kernels: bool | str | Sequence[str] = True,
     solver: str = "cbc",
@@ -107,6 +110,8 @@ def plan(
         microbatches: Parts in which the batch of a call passes, forward and backward of each together: the loss and the
             gradients are those of the whole batch, activations those of one part. "auto" takes more than one where the
             budget has no room otherwise.
+        pipeline: Stages of the model that run on different devices: a number, "auto", or a dictionary of `size`,
+            `schedule`, `stages_each` and `cuts`. An axis of the mesh called "pp" says the same. None: no stages.
         chunks: Parts of the rows in which the loss head runs; "auto" takes several under a budget. Logits are then not
             kept, unless `outputs` asks for them.
         kernels: Families of kernels that take the place of ops on a GPU. True: those measured to be faster.
@@ -132,6 +137,7 @@ def plan(
         strict=strict,
         accumulation=accumulation,
         microbatches=microbatches,
+        pipeline=pipeline,
         chunks=chunks,
         kernels=kernels,
         solver=solver,
@@ -224,7 +230,14 @@ def autoparallelize(
         return plans.plan(graph, request, lambda: _planned(request, graph, started, traced))
 
     chosen = plan if plan is not None else from_rank_0(planned)
-    mesh = chosen.mesh.to_torch(device)
+    place, meshes = 0, tuple[Any, ...]()
+    if chosen.pipeline is None:
+        here = coordinate(chosen.mesh)
+        mesh = chosen.mesh.to_torch(device)
+    else:
+        place, here = chosen.pipeline.split(rank_here())
+        meshes = meshes_of(chosen.pipeline, chosen.mesh, device)
+        mesh = meshes[place]
     limit(mesh, timeout_s)
     graph = request.as_planned(graph, chosen)
     if plan is not None:
@@ -237,7 +250,7 @@ def autoparallelize(
         grows = outputs_of_rows(lambda batch: request.trace(model, batch), asked.graph, meta_inputs, rows.inputs)
         how = replace(how, gives_rows=grows)
     began = time.monotonic()
-    lowered = lower(graph, chosen, coordinate(chosen.mesh), device, rows=rows)
+    lowered = lower(graph, chosen, here, device, rows=rows, place=place)
     tell("lowered in %.1f s", time.monotonic() - began)
     _let_search_go(chosen)
 
@@ -245,7 +258,8 @@ def autoparallelize(
     source = Source(sync, init, weights)
     replan = _Replan(request, plans)
     with as_long_as_a_start():  # Other ranks may still lower when this one asks for the first values.
-        return parallelise(model, call, lowered, mesh, replan, source, how, asked.reads)
+        stages = StagesOfJob.of(lowered, meshes) if meshes else None
+        return parallelise(model, call, lowered, mesh, replan, source, how, asked.reads, stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +330,7 @@ def _read(
     if plan is None:
         asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
         request = Request(**{**asked, "parallel": as_preset(planning.get("parallel"), model)})
-        if request.mesh is not None:
+        if request.mesh is not None and request.pipeline is None:
             DeviceMesh.of(request.mesh).check_world(world_size())  # before a search that would take a while
     else:
         request = Request.of(plan, **planning, outputs=outputs)

@@ -36,6 +36,7 @@ from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.solver.policies import POLICIES, Policy
+from autopar.stages.asked import stages_asked
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 from autopar.turns import in_chunks, in_micro_batches, why_whole
@@ -58,6 +59,7 @@ class Request:
     strict: bool = False
     accumulation: int = 1
     microbatches: int | str = "auto"
+    pipeline: Any = None  # read: an Asked or None
     chunks: int | str = "auto"  # number of chunks in which the loss head runs
     compile: bool = False  # does torch.compile make the code?
     kernels: Any = True  # read: families, or whether those measured to be faster
@@ -73,6 +75,9 @@ class Request:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kernels", kernels_of(self.kernels))
         object.__setattr__(self, "mesh", _count_or_mesh(self.mesh))
+        mesh, pipeline, parallel = stages_asked(self.mesh, self.pipeline, self.parallel)
+        for name, value in (("mesh", mesh), ("pipeline", pipeline), ("parallel", parallel)):
+            object.__setattr__(self, name, value)
         check_recompute(self.recompute, POLICIES)
         check_gap(self.gap)
         check_kinds(self.solver, self.strict, self.loss, self.assume)

@@ -71,6 +71,8 @@ class Interface:
     looks_inside: bool = False  # whether a view is read by the shapes that its op makes inside
     users_rule: Callable[[str], str] = lambda _: ""  # model's op -> the line of its user's rule
     doubted: frozenset[fx.Node] = frozenset()  # views that are not taken to undo an earlier one of their op
+    # index of an output -> the sharding of the gradient that arrives, where it is not the output's own
+    tangents: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -150,7 +152,8 @@ def _certified(
         forward.end(i, sharding, f"output {i}")
     saved = results[joint.outputs :]
     if ending is None:
-        tangents = [_as_it_lies(results[i], interface.outputs[i], axes) for i in joint.differentiable]
+        arrives = {**dict(enumerate(interface.outputs)), **interface.tangents}
+        tangents = [_as_it_lies(results[i], arrives[i], axes) for i in joint.differentiable]
     else:
         tangents = _scales(*ending, results[len(interface.outputs) : joint.outputs], interface, found)
     _gradients(joint, interface, [*saved, *tangents], found)

@@ -22,6 +22,7 @@ from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
 from autopar.codegen.recomputed import recomputed_of
+from autopar.codegen.stage_programs import Crossing, Crossings, StagedProgram, StageProgram, in_stages
 from autopar.codegen.turn_programs import Ending, in_two, lowered_ending
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, op_name, type_of
@@ -32,7 +33,17 @@ from autopar.passes import run_passes
 from autopar.progress import caution, detail
 from autopar.runtime.collectives import convert
 from autopar.solver.plan import Plan
+from autopar.stages.cuts import labels_of
 from autopar.space.schedule import schedule_of, travels_alone
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredStage:
+    """A stage of a pipeline that this rank runs."""
+
+    of: StageProgram
+    joint: Joint
+    ending: Ending | None = None  # what follows the last stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,22 +52,39 @@ class Lowered:
 
     graph: Graph
     plan: Plan
-    program: LocalProgram
-    joint: Joint
+    program: LocalProgram  # of a pipeline, the program of all stages
+    joint: Joint  # of a pipeline, that of the rank's first stage
     rows: OwnRows
     ending: Ending | None = None  # the program that runs once after all turns, where there are turns
+    stages: tuple[LoweredStage, ...] = ()  # this rank's stages of a pipeline
+    staged: StagedProgram | None = None
+
+    @property
+    def joints(self) -> tuple[Joint, ...]:
+        """The halves that run on this rank, but those of the ending."""
+        return tuple(stage.joint for stage in self.stages) or (self.joint,)
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """Text of every collective in order: of a step, of micro-batches that accumulate, and of the ending."""
         ending = self.ending.joint.collectives if self.ending else ()
-        return self.joint.collectives + self.joint.collectives_of_waiting + ending
+        ran = (text for joint in self.joints for text in joint.collectives + joint.collectives_of_waiting)
+        return (*ran, *ending)
 
-    def certified(self) -> Certificate:
-        """Certificate that the program leads from stored shardings to those due for results; raises if not."""
+    def certified(self) -> list[Certificate]:
+        """Certificates that programs lead from stored shardings to those due for results; raises if one does not."""
+        last = () if self.ending is None else (self.ending.program,)
         ending = None if self.ending is None else (self.ending.joint, self.ending.program.outputs)
-        programs = [self.program] if self.ending is None else [self.program, self.ending.program]
-        return certify(self.joint, _interface(self.graph, self.plan, programs, self.rows), ending)
+        if not self.stages:
+            return [certify(self.joint, _interface(self.graph, self.plan, (self.program, *last), self.rows), ending)]
+        return [
+            certify(
+                stage.joint,
+                _interface(self.graph, self.plan, (stage.of.program, *last), self.rows, stage.of),
+                ending if stage.ending is not None else None,
+            )
+            for stage in self.stages
+        ]
 
     @property
     def code(self) -> str:
@@ -64,7 +92,8 @@ class Lowered:
         if self.ending is None:
             return str(self.program)
         said = f"# {self.graph.turns} times, each time on other rows of the batch; then once what follows\n"
-        return f"{said}{self.program}\n{self.ending.program}"
+        ran = "\n".join(f"# stage {stage.of.stage}\n{stage.of.program}" for stage in self.stages) or str(self.program)
+        return f"{said}{ran}\n{self.ending.program}"
 
 
 @without_collections
@@ -75,28 +104,36 @@ def lower(
     device: str = "cpu",
     gradients: bool = True,
     rows: OwnRows = NO_ROWS,
+    place: int = 0,
 ) -> Lowered:
     """The program of the device at `coordinate` of the plan's mesh; its forward alone without `gradients`.
 
-    `rows` names the inputs of which every rank passes its own rows. Unless certificates are switched off, the program
+    `place` is its coordinate on the axis of a pipeline. `rows` names the inputs of which every rank passes its own rows. Unless certificates are switched off, the program
     is certified and its local forms are held to what they are priced by, or it is refused by a letter. What the
     certificate leaves untyped is said, and stands in the plan's text.
     """
-    lowered = _lowered(graph, plan, coordinate, device, gradients, rows)
+    lowered = _lowered(graph, plan, coordinate, device, gradients, rows, place)
     if not certificate.is_wanted():
         return lowered
     found = lowered.certified()
-    for joint in (lowered.joint, lowered.ending.joint) if lowered.ending else (lowered.joint,):
+    for joint in (*lowered.joints, lowered.ending.joint) if lowered.ending else lowered.joints:
         check_exchanges(graph, plan, joint.sent)
-    if not found.left_open:
+    untyped = "; ".join(each.left_open for each in found if each.left_open)
+    if not untyped:
         return lowered
     if not any(coordinate):
-        (caution if found.open_ends else detail)("%s", found.left_open)
-    return replace(lowered, plan=replace(plan, untyped=found.left_open))
+        (caution if any(each.open_ends for each in found) else detail)("%s", untyped)
+    return replace(lowered, plan=replace(plan, untyped=untyped))
 
 
 def _lowered(
-    graph: Graph, plan: Plan, coordinate: Sequence[int], device: str, gradients: bool, rows: OwnRows
+    graph: Graph,
+    plan: Plan,
+    coordinate: Sequence[int],
+    device: str,
+    gradients: bool,
+    rows: OwnRows,
+    place: int,
 ) -> Lowered:
     """The program of one device, not yet certified."""
     if plan.kernels and device != "cpu" and not kernels.can_run():
@@ -137,18 +174,35 @@ def _lowered(
     if graph.turns == 1:
         return Lowered(graph, plan, program, lowering(program, differentiable), rows)
     parts = in_two(program)
-    joint = lowering(parts.turn, (parts.seed,))
-    return Lowered(graph, plan, parts.turn, joint, rows, lowered_ending(parts, joint, device))
+    crossings = Crossings(plan, plan.mesh, coordinate)
+    ending = lowered_ending(parts, crossings.local_type, device)
+    if plan.pipeline is None:
+        return Lowered(graph, plan, parts.turn, lowering(parts.turn, (parts.seed,)), rows, ending)
+    labels = labels_of(list(parts.turn.fx.nodes), plan.pipeline.firsts)
+    staged = in_stages(parts.turn, labels, crossings, plan.pipeline.at(place))
+    stages = []
+    for of in staged.programs:
+        is_last = of.stage == labels.stages - 1
+        ends = [*of.differentiable, *([len(of.leaves) + parts.seed] if is_last else [])]
+        stages.append(LoweredStage(of, lowering(of.program, ends), ending if is_last else None))
+    return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, tuple(stages), staged)
 
 
-def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: OwnRows) -> Interface:
+def _interface(
+    graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows: OwnRows, stage: StageProgram | None = None
+) -> Interface:
     """All that the certificate is told: shardings at the program's ends, and whole shapes around each op."""
     program = programs[0]
     of_rows = sharding_of_rows(rows.axes, plan.mesh) if rows.inputs else None
-    inputs = [of_rows if name in rows.inputs else None for name in graph.inputs]
+    arrives: dict[str, Crossing] = {} if stage is None else {crossing.name: crossing for crossing in stage.arrives}
+    given = [n for n in program.fx.find_nodes(op="placeholder") if info(n).kind == "input"]
+    inputs = [
+        arrives[n.name].value if n.name in arrives else of_rows if info(n).key in rows.inputs else None for n in given
+    ]
     stored = [plan.parameters[name] for name in program.parameters]
     primals = (*inputs, *stored, *[None] * len(program.buffers))
     gradients = dict(enumerate(primals[: len(inputs) + len(stored)]))
+    gradients |= {i: arrives[n.name].gradient for i, n in enumerate(given) if n.name in arrives}
     promised = getattr(torch, plan.precision[1]) if plan.precision else None
     reduced_in = {} if promised is None else {len(inputs) + i: promised for i in range(len(stored))}
     wholes = {name: shapes for made in programs for name, shapes in _whole_shapes(made)}
@@ -163,6 +217,7 @@ def _interface(graph: Graph, plan: Plan, programs: Sequence[LocalProgram], rows:
         wholes,
         InnerShapes(graph),
         users_rule=lambda name: said.get(name, ""),
+        tangents={} if stage is None else {i: crossing.gradient for i, crossing in enumerate(stage.leaves)},
     )
 
 

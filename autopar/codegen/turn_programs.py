@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
@@ -109,13 +109,11 @@ def _ending(
     return LocalProgram(made, names, (), (), types, outputs, False, program.notes)
 
 
-def lowered_ending(parts: InTwo, turn: Joint, device: str) -> Ending:
-    """The ending with its forward and backward, lowered for values as a turn leaves them."""
-    left = list(turn.forward.output_node().args[0])[: turn.outputs]
-    crossing = left[len(left) - len(parts.crossing) :]
+def lowered_ending(parts: InTwo, local_type: Callable[[fx.Node], TensorType], device: str) -> Ending:
+    """The ending with its forward and backward, lowered for values as this device has them."""
     types = {
-        name: replace(type_, shape=tuple(node.meta["val"].shape))
-        for (name, type_), node in zip(parts.ending.types.items(), crossing, strict=True)
+        name: replace(type_, shape=local_type(node).shape)
+        for (name, type_), node in zip(parts.ending.types.items(), parts.crossing, strict=True)
     }
     program = replace(parts.ending, types=types)
     wants = [info(n).outputs[0].requires_grad for n in program.fx.output_node().args[0]]

@@ -22,6 +22,7 @@ from autopar.module.padding import Padding
 from autopar.module.parallel import ParallelModule
 from autopar.module.reads import Reads
 from autopar.module.runner import How, Setup
+from autopar.module.stages_of_job import StagesOfJob
 from autopar.module.state import ModelState, Replan
 from autopar.module.values import Source, store
 from autopar.module.waiting import let_optimizers_know
@@ -44,6 +45,7 @@ def parallelise(
     source: Source,
     how: How,
     read: Reads | None,
+    stages: StagesOfJob | None = None,
 ) -> M:
     """Make `model` parallel in place: its class gains `ParallelModule`, parameters become local shards."""
     _check_names(model)
@@ -53,10 +55,11 @@ def parallelise(
     if not source.sync:  # nothing is sent, so it must be there already
         plain = [t for module in model.modules() for _, t in plain_tensors(module)]
         all_ranks_hold("parameter values", [t for t in (*old, *model.buffers(), *plain) if not t.is_meta])
-    storage = store(model, lowered.plan.parameters, mesh, device, source)
+    mesh_of = (lambda name: mesh) if stages is None else stages.mesh_of
+    storage = store(model, lowered.plan.parameters, mesh_of, device, source)
     refuse_steps_on(old)
     _patch()
-    state = ModelState(model, lowered, Setup(mesh, device, storage, how), replan)
+    state = ModelState(model, lowered, Setup(mesh, device, storage, how, stages and stages.line), replan)
     state.caller.by_position = len(call.args)
     leaves, structure = state.caller.arguments(call.args, call.kwargs)
     with torch.enable_grad():

@@ -32,6 +32,7 @@ from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.private import inside_backward, like_part, profiler_runs
 from autopar.runtime.random import RandomState
+from autopar.runtime.transfers import Line
 from autopar.runtime.world import all_ranks_hold
 from autopar.sharding.placement import Sharding
 
@@ -59,6 +60,7 @@ class Setup:
     device: torch.device
     storage: dict[str, Storage]
     how: How
+    line: Line | None = None  # the ranks of the other stages of a pipeline
 
 
 class Halves:
@@ -203,14 +205,20 @@ class Runner:
         self.setup = setup
         self.waiting = waiting
         self.axes = self._axes()
-        self.halves = Halves(lowered.joint, lowered.program, self.axes, setup.how.backend)
         self.primals = Primals(lowered.program, lowered.joint, setup.storage)
-        self.settlement = Settlement(self.halves, self.primals.names)
+        self._bind(lowered)
         self.outputs = lowered.joint.outputs
         self.differentiable = lowered.joint.differentiable
         self.shardings = lowered.program.outputs
         self.tangents = tangents_of(lowered.joint)
         self.backwards = 0  # number of backwards checked
+
+    def _bind(self, lowered: Lowered) -> None:
+        """Bind the halves to this rank."""
+        self.halves = Halves(lowered.joint, lowered.program, self.axes, self.setup.how.backend)
+        self.settlement = Settlement(self.halves, self.primals.names)
+        self.gets: tuple[int, ...] = lowered.joint.gradients  # primals that get a gradient
+        self.waits: tuple[int, ...] = lowered.joint.waits  # places in `gets` of gradients that wait for their reduction
 
     def _axes(self) -> dict[str, Any]:
         """The axes of collectives and parts, by name."""
@@ -229,7 +237,7 @@ class Runner:
     def refuse_nan(self, found: Sequence[Tensor | None]) -> None:
         """Raise detect_anomaly's error, naming parameters whose gradients are NaN; other ranks are told."""
         bad = []
-        for i, gradient in zip(self.joint.gradients, found, strict=True):
+        for i, gradient in zip(self.gets, found, strict=True):
             if gradient is not None and gradient.is_floating_point() and gradient.isnan().any():
                 bad.append(self.primals.names.get(i, "an input"))
         if bad:
@@ -258,14 +266,14 @@ class Runner:
 
     def _taken_out(self, found: list[Tensor | None]) -> list[Tensor | None]:
         """Those of the gradients that wait; None takes their places."""
-        taken = [found[i] for i in self.joint.waits]
-        for i in self.joint.waits:
+        taken = [found[i] for i in self.waits]
+        for i in self.waits:
             found[i] = None
         return taken
 
     def _with_settled(self, found: list[Tensor | None]) -> list[Tensor | None]:
         """Gradients with the reduced sums of those that have waited."""
-        for i, gradient in zip(self.joint.waits, self.waiting.settled(self), strict=True):
+        for i, gradient in zip(self.waits, self.waiting.settled(self), strict=True):
             found[i] = gradient
         return found
 
@@ -282,7 +290,7 @@ class Runner:
         """
         settled = zip(other.settlement.names, self.waiting.settled(other), strict=True)
         theirs = {name: gradient for name, gradient in settled if gradient is not None}
-        for k, i in enumerate(self.joint.gradients):
+        for k, i in enumerate(self.gets):
             name = self.primals.names.get(i)
             if name in theirs:
                 gradient = theirs.pop(name)

@@ -22,7 +22,7 @@ from autopar.module.padding import Padding
 from autopar.module.relowering import lower_again
 from autopar.module.runner import Runner, Setup
 from autopar.module.situation import Caller, Situation
-from autopar.module.turn_runner import runner_of
+from autopar.module.stage_runner import runner_of
 from autopar.module.waiting import Waiting
 from autopar.module.wrapper_guards import watch_parts
 from autopar.runtime.agreement import agree, goes_on
@@ -160,11 +160,13 @@ class ModelState:
 
     def lowered(self, graph: Graph, plan: Plan, grad: bool, rows: OwnRows) -> Lowered:
         """The program of this rank for a graph and a plan."""
-        return lower(graph, plan, self.setup.mesh.get_coordinate(), self.setup.device.type, grad, rows)
+        place = 0 if self.setup.line is None else self.setup.line.index
+        return lower(graph, plan, self.setup.mesh.get_coordinate(), self.setup.device.type, grad, rows, place)
 
     def keep(self, situation: Situation, grad: bool, lowered: Lowered, sight: Sight) -> SituatedProgram:
         """Bind a lowered program to this rank and keep it, after checking that all ranks have the same."""
-        all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, lowered.collectives))
+        ran = lowered.collectives if lowered.plan.pipeline is None else lowered.plan.pipeline  # stages differ
+        all_ranks_hold("programs", (lowered.plan.digest, lowered.plan.mesh, ran))
         if lowered.program.is_random and self.random.seed < 0:
             mine: list[int] = []
             self.random.seed = from_rank_0(lambda: _drawn_into(mine))

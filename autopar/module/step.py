@@ -63,7 +63,7 @@ class EmittedStep(torch.autograd.Function):
             found = runner.gradients(given, has_arrived, ctx.waits)
             if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
                 runner.refuse_nan(found)
-        for i, gradient in zip(runner.joint.gradients, found, strict=True):
+        for i, gradient in zip(runner.gets, found, strict=True):
             if gradient is not None:
                 gradients[i] = runner.primals.as_gradient(i, gradient) if ctx.spread[i] else gradient
         return (None, *gradients)

@@ -39,6 +39,11 @@ class Storage:
         return Storage(tensor.device_mesh, sharding, tuple(tensor.shape), tuple(tensor.stride()))
 
     @property
+    def is_here(self) -> bool:
+        """Whether this rank is on the mesh: parameters of other stages have nothing here."""
+        return self.mesh.get_coordinate() is not None
+
+    @property
     def placements(self) -> tuple[Any, ...]:
         """The sharding as torch's placements."""
         return tuple(map(_torch_placement, self.sharding.placements))
@@ -46,6 +51,8 @@ class Storage:
     def take(self, whole: Tensor, sync: bool) -> DTensor:
         """This rank's part of a whole tensor as a DTensor; the values are rank 0's where `sync`."""
         whole = self.spread(whole, sync)
+        if not self.is_here:
+            return self.wrap(whole.new_empty(0))
         axes = list(bind_axes(self.mesh).values())
         local = whole
         for dim, cut in self.sharding.cuts.items():
@@ -72,7 +79,7 @@ class Storage:
     def spread(self, whole: Tensor, sync: bool) -> Tensor:
         """A copy of the whole tensor, broadcast from rank 0 where `sync`."""
         whole = whole.detach().clone(memory_format=torch.contiguous_format)
-        if sync and self.mesh.size() > 1:
+        if sync and dist.get_world_size() > 1:
             dist.broadcast(whole, 0)
         return whole
 

@@ -25,9 +25,6 @@ from autopar.runtime.collectives import TIME, Turns
 from autopar.sharding.placement import R, Sharding
 
 
-def runner_of(lowered: Lowered, setup: Setup, waiting: Waiting) -> Runner:
-    """The runner of a program on this rank, in turns where it has an ending."""
-    return Runner(lowered, setup, waiting) if lowered.ending is None else InTurns(lowered, setup, waiting)
 
 
 class InTurns(Runner):
@@ -89,22 +86,26 @@ class InTurns(Runner):
 
     def _ended(self, left: list[list[Tensor]], totals: list[Tensor | None]) -> list[Tensor]:
         """Results of the ending, and of the turns: rows concatenated, other results of the last turn."""
-        ending = self.ending
-        count = len(self.ending.sums)
-        columns = zip(*[outputs[-count:] for outputs in left], strict=True)
-        crossing = [_added_up(each) if is_sum else each[-1] for is_sum, each in zip(ending.sums, columns, strict=True)]
-        last = list(self.end.forward(*crossing))
-        outputs = []
-        for place, (is_last, at) in enumerate(ending.results):
-            name = self.graph.result_names[place]
-            if is_last:
-                outputs.append(last[at])
-            elif name in self.rows_out:
-                outputs.append(torch.cat([self._whole(place, o[at]) for o in left], self.rows_out[name]))
-            else:
-                outputs.append(left[-1][at])
+        last = list(self.end.forward(*self._sums(left)))
+        outputs = [
+            last[at] if is_last else self._output(place, at, left)
+            for place, (is_last, at) in enumerate(self.ending.results)
+        ]
         present = [total for total in totals if total is not None]
-        return [*outputs, *last[ending.joint.outputs :], *present]
+        return [*outputs, *last[self.ending.joint.outputs :], *present]
+
+    def _sums(self, left: list[list[Tensor]]) -> list[Tensor]:
+        """The operands of the ending."""
+        sums = self.ending.sums
+        columns = zip(*[outputs[-len(sums) :] for outputs in left], strict=True)
+        return [_added_up(each) if is_sum else each[-1] for is_sum, each in zip(sums, columns, strict=True)]
+
+    def _output(self, place: int, at: int, left: list[list[Tensor]]) -> Tensor:
+        """An output of the turns: its rows in each, or what the last one has."""
+        name = self.graph.result_names[place]
+        if name in self.rows_out:
+            return torch.cat([self._whole(place, o[at]) for o in left], self.rows_out[name])
+        return left[-1][at]
 
     def _whole(self, place: int, output: Tensor) -> Tensor:
         """One turn's rows of an output in full, gathered from all devices."""
@@ -115,7 +116,12 @@ class InTurns(Runner):
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """The gradients that turns have added up, times the gradient that goes back through the ending."""
-        has = [node is not None for node in self.joint.hold.output_node().args[0]]
+        return self._scaled(given, arrived, [n is not None for n in self.joint.hold.output_node().args[0]], waits)
+
+    def _scaled(
+        self, given: list[Tensor | None], arrived: tuple[bool, ...], has: Sequence[bool], waits: bool
+    ) -> list[Tensor | None]:
+        """What turns have added up, where they have anything, times the gradient of the ending's operand."""
         saved = len(list(self.ending.joint.forward.output_node().args[0])) - self.ending.joint.outputs
         held = given[saved : saved + sum(has)]
         first = [*given[:saved], *given[saved + sum(has) :]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,17 @@ class Source:
 
 
 def store(
-    model: nn.Module, shardings: dict[str, Sharding], mesh: Any, device: torch.device, source: Source
+    model: nn.Module,
+    shardings: dict[str, Sharding],
+    mesh_of: Callable[[str], Any],
+    device: torch.device,
+    source: Source,
 ) -> dict[str, Storage]:
     """Replace every parameter by its shard and every buffer by a whole copy; returns storages by name.
 
-    Tied parameters stay tied.
+    `mesh_of` gives the mesh of a parameter, and that of buffers for "". Tied parameters stay tied.
     """
-    made = _Made(model, shardings, mesh, device)
+    made = _Made(model, shardings, mesh_of, device)
     given = set() if source.weights is None else read(model, source.weights, made.places_of, made.keep_part)
     if is_on_meta(model, given):
         if source.init == "module":
@@ -50,12 +55,19 @@ def store(
 class _Made:
     """Makes the tensors of a parallel model one by one from those of the original model."""
 
-    def __init__(self, model: nn.Module, shardings: dict[str, Sharding], mesh: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shardings: dict[str, Sharding],
+        mesh_of: Callable[[str], Any],
+        device: torch.device,
+    ) -> None:
         self.model = model
-        self.mesh = mesh
+        self.mesh = mesh_of("")
         self.device = device
         self.storage = {
-            name: Storage.of(parameter, shardings.get(name), mesh) for name, parameter in model.named_parameters()
+            name: Storage.of(parameter, shardings.get(name), mesh_of(name))
+            for name, parameter in model.named_parameters()
         }
         self.parameters: dict[int, nn.Parameter] = {}  # identity of a parameter -> the stored one
         self.buffers: dict[int, Tensor] = {}  # identity of a buffer -> its values on this rank

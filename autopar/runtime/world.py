@@ -103,10 +103,15 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank_here() -> int:
+    """The rank of this process; `get_rank` of one that plays all ranks is not a number."""
+    group: Any = dist.group.WORLD
+    return int(group.rank())
+
+
 def coordinate(mesh: DeviceMesh) -> Sequence[int]:
     """The coordinate of this rank on a mesh."""
-    group: Any = dist.group.WORLD
-    return mesh.coordinate(group.rank())  # `get_rank` of a process that plays all ranks is not a number
+    return mesh.coordinate(rank_here())
 
 
 def from_rank_0(make: Callable[[], T]) -> T:

@@ -41,7 +41,7 @@ _KEYS = (
     *("peak_at", "budget", "meshes", "beside_s", "hidden_s", "accumulation", "precision", "scattered", "recomputed"),
     *("recompute_s", "first_peak_bytes", "window_bytes", "suspected", "stopped", "sources", "compiled", "chunks"),
     *("kernels", "fused", "microbatches", "needed", "unaligned", "passing"),
-    "workload",
+    *("workload", "pipeline"),
 )
 # Attributes that are left out of a file where they have these values.
 _LEFT_OUT: dict[str, Any] = {
@@ -55,6 +55,7 @@ _LEFT_OUT: dict[str, Any] = {
     "unaligned": {},
     "passing": {},
     "workload": StepWork(),
+    "pipeline": None,
 }
 # The values of attributes that files of older releases lack.
 _LATER = {"window_bytes": 25 * 2**20, "first_peak_bytes": 0, "suspected": (), "stopped": (), "sources": {}}

@@ -29,6 +29,7 @@ from autopar.solver.record import Record
 from autopar.solver.trace import told_of
 from autopar.solver.workload import StepRates, StepWork
 from autopar.space.space import StoragePolicy
+from autopar.stages.pipeline import Pipeline
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +144,7 @@ class Plan:
     suspected: tuple[tuple[str, str], ...] = ()
     # searches that were stopped before their end, after work that was counted: the gap says what they left open
     stopped: tuple[str, ...] = ()
+    pipeline: Pipeline | None = None  # how stages of the model run, where they do; `mesh` is that of one stage
     workload: StepWork = field(
         default_factory=StepWork, repr=False
     )  # What a step computes; files of older releases do not say.
@@ -173,6 +175,11 @@ class Plan:
         return (self.step_time_s - self.lower_bound_s) / self.step_time_s if self.step_time_s else 0.0
 
     @property
+    def devices(self) -> int:
+        """The number of devices that a step runs on."""
+        return self.mesh.size if self.pipeline is None else self.pipeline.mesh.size
+
+    @property
     def expected_s(self) -> float:
         """Seconds that a measured step is expected to take: the median, by the predictions' sources.
 
@@ -187,7 +194,7 @@ class Plan:
 
     def rates_at(self, step_s: float) -> StepRates:
         """Rows and tokens a second, and MFU, of a step that takes so many seconds, as one that was measured."""
-        return StepRates(self.workload, self.mesh.size, step_s)
+        return StepRates(self.workload, self.devices, step_s)
 
     @property
     def step_interval_s(self) -> tuple[float, float]:

@@ -1,0 +1,273 @@
+"""Run a pipeline: this rank's stages, in the order of its plan.
+
+    F    forward of a stage on the rows of one turn: what it reads arrives, and what later stages read is sent on
+    B    its backward: gradients arrive from those stages, and those of what it had read are sent back
+
+Then every rank has the sums that turns add up in the last stage, and runs the ending: so each has the loss, and the
+number by which gradients are scaled, as ranks without stages do.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.codegen.lower import Lowered, LoweredStage
+from autopar.codegen.stage_programs import Crossing
+from autopar.graph.graph import info
+from autopar.graph.tensor_form import TensorForm
+from autopar.module.runner import Halves, Runner, Settlement, Setup, tangents_of
+from autopar.module.turn_runner import InTurns
+from autopar.module.waiting import Waiting
+from autopar.runtime.transfers import Arrival, Line
+from autopar.sharding.placement import local_shape
+from autopar.stages.orders import Action, Order
+
+
+class StageOnRank:
+    """One stage, bound to this rank: its halves, and where its operands stand among those of the whole program."""
+
+    def __init__(self, lowered: LoweredStage, runner: InStages) -> None:
+        self.of = lowered.of
+        self.number = lowered.of.stage
+        self.joint = lowered.joint
+        self.is_last = lowered.ending is not None
+        program = lowered.of.program
+        whole = runner.program
+        self.halves = Halves(lowered.joint, program, runner.axes, runner.setup.how.backend)
+        places = {n.name: i for i, n in enumerate(whole.fx.find_nodes(op="placeholder"))}
+        first = len(program.inputs)
+        tops = [n.name for n in program.fx.find_nodes(op="placeholder")]
+        self.inputs = [places[name] for name in tops[:first] if name in places]
+        self.held = [places[name] for name in tops[first:]]
+        names = dict(enumerate(program.parameters, first))
+        self.settlement = Settlement(self.halves, names)
+        stored = {name: place for name, place in zip(program.parameters, self.held, strict=False)}
+        self.gets = [stored[name] for name in self.settlement.names]
+        self.tangents = tangents_of(lowered.joint)
+        # the place among the results of backward of the gradient of each arrival
+        at = {primal: place for place, primal in enumerate(lowered.joint.gradients)}
+        self.back = [at.get(len(self.inputs) + i) for i in range(len(self.of.arrives))]
+
+
+class StageSettlement(Settlement):
+    """The settlements of all stages of a rank as one, with the sums over the stages that share a parameter."""
+
+    def __init__(self, stages: Sequence[StageOnRank], line: Line, sharing: Mapping[str, tuple[int, ...]]) -> None:
+        self.stages = stages
+        self.line = line
+        self.sharing = sharing  # parameter -> the coordinates that store it, where there are several
+        self.names = [name for stage in stages for name in stage.settlement.names]
+        self.waiting_dtypes = [dtype for stage in stages for dtype in stage.settlement.waiting_dtypes]
+
+    def settle(self, totals: list[Tensor | None]) -> list[Tensor | None]:
+        """Reduce the accumulated gradients, from a list that is emptied; one that several stages have is given once."""
+        found: list[Tensor | None] = []
+        for stage in self.stages:
+            count = len(stage.settlement.names)
+            mine, totals[:count] = totals[:count], []
+            found += stage.settlement.settle(mine)
+        first: dict[str, int] = {}
+        for i, name in enumerate(self.names):
+            at = first.setdefault(name, i)
+            gradient, before = found[i], found[at]
+            if at != i and gradient is not None:
+                found[at] = gradient if before is None else before + gradient
+                found[i] = None
+        for name, i in sorted(first.items()):
+            gradient = found[i]
+            if name in self.sharing and gradient is not None:
+                found[i] = self.line.summed(gradient.clone(), self.sharing[name])
+        return found
+
+
+class _Step:
+    """What this rank holds within one step."""
+
+    def __init__(self, primals: list[Tensor]) -> None:
+        self.primals = primals
+        self.saved: dict[tuple[int, int], list[Any]] = {}  # of a stage and turn, between forward and backward
+        self.outputs: dict[int, list[Tensor]] = {}  # what each turn has left in the last stage
+        self.totals: dict[int, list[Tensor | None]] = {}  # sums of gradients, by stage
+        self.here: dict[tuple[str, int, int], Tensor] = {}  # values between two stages of this rank
+
+
+class InStages(InTurns):
+    """Runs this rank's stages of one lowered program."""
+
+    def __init__(self, lowered: Lowered, setup: Setup, waiting: Waiting) -> None:
+        super().__init__(lowered, setup, waiting)
+        self.shapes = [
+            local_shape(type_.shape, lies, lowered.plan.mesh, setup.mesh.get_coordinate())
+            for type_, lies in zip(info(lowered.graph.output).outputs, self.parts, strict=True)
+        ]
+
+    def _bind(self, lowered: Lowered) -> None:
+        pipeline = lowered.plan.pipeline
+        assert pipeline is not None and lowered.staged is not None and self.setup.line is not None
+        self.line = self.setup.line
+        self.place = pipeline.place
+        self.order = Order.of(pipeline.place, lowered.graph.turns, pipeline.orders).of(self.line.index)
+        self.last = len(pipeline.place) - 1
+        stages = [StageOnRank(stage, self) for stage in lowered.stages]
+        self.stages = {stage.number: stage for stage in stages}
+        self.halves = stages[0].halves
+        stored = {name: coordinates_of(read, self.place) for name, read in lowered.staged.readers.items()}
+        sharing = {name: at for name, at in stored.items() if len(at) > 1}
+        self.settlement = StageSettlement(stages, self.line, sharing)
+        gets = [i for stage in stages for i in stage.gets]
+        self.waits = tuple(range(len(gets)))
+        types = list(lowered.program.types.values())
+        names = self.primals.names.items()
+        self.elsewhere = [i for i, name in names if self.line.index not in stored[name] and types[i].requires_grad]
+        self.gets = (*gets, *self.elsewhere)
+
+    def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
+        """Outputs, then what the ending saves for backward, then the gradients that turns have added up."""
+        step = _Step(list(given))
+        arrivals = collections.deque([self._expect(self.order[0])])
+        for at, action in enumerate(self.order):
+            if at + 1 < len(self.order):
+                arrivals.append(self._expect(self.order[at + 1]))
+            stage = self.stages[action.stage]
+            self.turns.index = action.turn
+            (self._forward if action.kind == "F" else self._backward)(step, stage, action.turn, arrivals.popleft())
+        self.line.end()
+        totals = [total for number in self.stages for total in step.totals[number]]
+        return self._ended([step.outputs.get(turn, []) for turn in range(self.turns.size)], totals)
+
+    # -- what travels
+
+    def _expect(self, action: Action) -> list[Arrival | None]:
+        """Begin to receive what an action reads; None for what another stage of this rank makes."""
+        of = self.stages[action.stage].of
+        if action.kind == "F":
+            return [self._begin(c, self.place[c.source]) for c in of.arrives]
+        back = [c for c in of.leaves if c.type.requires_grad]
+        return [self._begin(c, self.place[reader]) for c in back for reader in c.readers]
+
+    def _begin(self, crossing: Crossing, source: int) -> Arrival | None:
+        if source == self.line.index:
+            return None
+        return self.line.receive(crossing.type.shape, crossing.type.torch_dtype, self.setup.device, source)
+
+    def _hand(self, step: _Step, value: Tensor, crossing: Crossing, stage: int, turn: int) -> None:
+        """Give a value, or its gradient, to a stage."""
+        if self.place[stage] == self.line.index:
+            step.here[crossing.name, stage, turn] = value.clone()  # either stage may write over its own
+        else:
+            self.line.send(value, self.place[stage])
+
+    # -- actions
+
+    def _forward(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> None:
+        rows = [self._rows(step.primals[i], i) for i in stage.inputs]
+        came = [
+            step.here.pop((crossing.name, stage.number, turn)) if arrival is None else arrival.wait()
+            for crossing, arrival in zip(stage.of.arrives, arrivals, strict=True)
+        ]
+        results = list(stage.halves.forward(*rows, *came, *(step.primals[i] for i in stage.held)))
+        outputs = results[: stage.joint.outputs]
+        saved = results[stage.joint.outputs :]
+        del results, rows, came
+        for value, crossing in zip(outputs, stage.of.leaves, strict=False):
+            for reader in crossing.readers:
+                self._hand(step, value.detach(), crossing, reader, turn)
+        if stage.is_last:
+            left = outputs[len(stage.of.leaves) :]
+            for at in self.written:
+                left[at] = left[at].clone()
+            step.outputs[turn] = left
+            saved.append(torch.ones_like(outputs[stage.joint.differentiable[-1]]))
+        step.saved[stage.number, turn] = saved
+
+    def _backward(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> None:
+        saved = step.saved.pop((stage.number, turn))
+        seed = [saved.pop()] if stage.is_last else []
+        totals = step.totals.get(stage.number, [None] * len(stage.joint.waits))
+        found: list[Tensor | None] = []
+        if stage.joint.differentiable:
+            saved += [*self._tangents(step, stage, turn, arrivals), *seed]
+            arrived = (True,) * len(stage.joint.differentiable)
+            found = stage.halves.hold(totals, saved, arrived)
+            totals = [found[i] for i in stage.joint.waits]
+        step.totals[stage.number] = totals
+        for crossing, place in zip(stage.of.arrives, stage.back, strict=True):
+            if crossing.type.requires_grad:
+                gradient = None if place is None else found[place]
+                if gradient is None:  # nothing behind it wants a gradient, and its stage waits for one
+                    gradient = torch.zeros(
+                        crossing.type.shape, dtype=crossing.type.torch_dtype, device=self.setup.device
+                    )
+                self._hand(step, gradient, crossing, crossing.source, turn)
+
+    def _tangents(
+        self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]
+    ) -> list[Tensor]:
+        """Gradients of what has left a stage: of each value the sum over the stages that read it."""
+        came = iter(arrivals)
+        forms = iter(stage.tangents)
+        found = []
+        for crossing in (c for c in stage.of.leaves if c.type.requires_grad):
+            total: Tensor | None = None
+            for reader in crossing.readers:
+                arrival = next(came)
+                of_one = step.here.pop((crossing.name, reader, turn)) if arrival is None else arrival.wait()
+                total = of_one if total is None else total + of_one
+            assert total is not None
+            found.append(_as_traced(total, next(forms)))
+        return found
+
+    # -- the end of a step
+
+    def _sums(self, left: list[list[Tensor]]) -> list[Tensor]:
+        mine = super()._sums(left) if self.line.index == self.place[self.last] else None
+        types = self.ending.program.types.values()
+        return [self._of_all(None if mine is None else mine[i], t.shape, t.torch_dtype) for i, t in enumerate(types)]
+
+    def _output(self, place: int, at: int, left: list[list[Tensor]]) -> Tensor:
+        mine = super()._output(place, at, left) if self.line.index == self.place[self.last] else None
+        type_ = info(self.graph.output).outputs[place]
+        shape = list(self.shapes[place])
+        name = self.graph.result_names[place]
+        if name in self.rows_out:
+            shape = list(type_.shape)
+            shape[self.rows_out[name]] *= self.turns.size
+        return self._of_all(mine, shape, type_.torch_dtype)
+
+    def _of_all(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A value of the last stage on every rank."""
+        if value is None:
+            value = torch.empty(tuple(shape), dtype=dtype, device=self.setup.device)
+        return self.line.of_all(value.contiguous(), self.place[self.last])
+
+    def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
+        """The gradients that turns have added up, scaled; of parameters that are elsewhere, this rank's empty part."""
+        has = [len(stage.joint.waits) for stage in self.stages.values()]
+        found = self._scaled(given, arrived, [True] * sum(has), waits)
+        empty = [None if waits else torch.empty(0, dtype=self._dtype(i), device=self.setup.device) for i in self.elsewhere]
+        return [*found, *empty]
+
+    def _dtype(self, primal: int) -> torch.dtype:
+        return list(self.program.types.values())[primal].torch_dtype
+
+
+def coordinates_of(stages: Sequence[int], place: Sequence[int]) -> tuple[int, ...]:
+    """The coordinates of stages, each once."""
+    return tuple(dict.fromkeys(place[stage] for stage in sorted(stages)))
+
+
+def _as_traced(gradient: Tensor, form: TensorForm) -> Tensor:
+    """A gradient in the layout that backward was traced on."""
+    return gradient if form.lies_like(gradient) else form.empty(str(gradient.device)).copy_(gradient)
+
+
+def runner_of(lowered: Lowered, setup: Setup, waiting: Waiting) -> Runner:
+    """The runner of a program on this rank: in stages, or in turns where it has an ending."""
+    if lowered.stages:
+        return InStages(lowered, setup, waiting)
+    return Runner(lowered, setup, waiting) if lowered.ending is None else InTurns(lowered, setup, waiting)

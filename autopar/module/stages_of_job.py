@@ -1,0 +1,53 @@
+"""The meshes of a pipeline's stages, and where each parameter is stored: on the mesh of the stages that read it.
+
+On other ranks a parameter is there, too, by its name, as a DTensor of that mesh without a part of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.codegen.lower import Lowered
+from autopar.module.stage_runner import coordinates_of
+from autopar.runtime.transfers import Line, line_of, stage_meshes
+from autopar.sharding.mesh import DeviceMesh
+from autopar.stages.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagesOfJob:
+    """What the stages of a job share: the mesh of each coordinate, and how this rank reaches the others."""
+
+    meshes: tuple[Any, ...]
+    line: Line
+    stored: dict[str, tuple[int, ...]]  # parameter -> the coordinates that store it
+
+    @staticmethod
+    def of(lowered: Lowered, meshes: tuple[Any, ...]) -> StagesOfJob:
+        """What a lowered program's stages share; all ranks make it together."""
+        pipeline, staged = lowered.plan.pipeline, lowered.staged
+        assert pipeline is not None and staged is not None
+        place = pipeline.place
+        pairs = {
+            pair
+            for crossing in staged.crossings
+            for reader in crossing.readers
+            for pair in ((place[crossing.source], place[reader]), (place[reader], place[crossing.source]))
+            if pair[0] != pair[1]
+        }
+        stored = {name: coordinates_of(read, place) for name, read in staged.readers.items()}
+        shared = {at for at in stored.values() if len(at) > 1}
+        ranks = [pipeline.ranks(coordinate) for coordinate in range(pipeline.coordinates)]
+        return StagesOfJob(meshes, line_of(ranks, pairs, shared), stored)
+
+    def mesh_of(self, name: str) -> Any:
+        """The mesh on which this rank stores a parameter; that of buffers for ""."""
+        at = self.stored.get(name, ())
+        return self.meshes[self.line.index if self.line.index in at or not at else at[0]]
+
+
+def meshes_of(pipeline: Pipeline, mesh: DeviceMesh, device_type: str) -> tuple[Any, ...]:
+    """torch's mesh of the stages of each coordinate."""
+    ranks = [pipeline.ranks(coordinate) for coordinate in range(pipeline.coordinates)]
+    return stage_meshes(device_type, ranks, mesh.shape, mesh.axes)

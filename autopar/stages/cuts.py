@@ -1,0 +1,123 @@
+"""Cut a program into stages at the borders of its blocks: a stage for every op, or none.
+
+    an op of a block             the stage of its block
+    an op of no block            the first stage that reads it: an embedding stands with the first block, a head last
+    of inputs alone, or of       no stage: each that reads it makes its own, so that masks, positions and gathered
+    parameters alone             parameters never travel
+
+A block is what a module path names up to its first number, in the order in which blocks first run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from autopar.graph import layers
+from autopar.graph.graph import info
+from autopar.letters import NotServed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """The stage of each op that has one, and the ops that every reader makes for itself."""
+
+    stages: int
+    stage: Mapping[fx.Node, int]
+    anywhere: frozenset[fx.Node]
+
+
+def blocks_of(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """Names of the blocks of a program, in the order in which they first run."""
+    paths = dict.fromkeys(info(n).module for n in nodes if _is_work(n))
+    found = dict.fromkeys(filter(None, map(_block, paths)))
+    return tuple(found or dict.fromkeys(path.partition(".")[0] for path in paths if path))
+
+
+def labels_of(nodes: Sequence[fx.Node], firsts: Sequence[str]) -> Labels:
+    """The stages of a program; each but the first begins with one of the blocks `firsts`."""
+    blocks = blocks_of(nodes)
+    if unknown := [name for name in firsts if name not in blocks]:
+        raise NotServed(
+            f"a stage is to begin at {unknown[0]!r}, which is no block of the model",
+            seen=f"blocks: {', '.join(blocks) or 'none'}",
+            advice="cuts at blocks, or pipeline=2, which finds them",
+        )
+    starts = [blocks.index(name) for name in firsts]
+    if starts != sorted(set(starts)) or 0 in starts:
+        raise NotServed(
+            f"stages are to begin at {', '.join(firsts)}, in an order in which the model does not run them",
+            seen=f"blocks: {', '.join(blocks)}",
+            advice="cuts in the order of the blocks, the first block left out: it begins the first stage",
+        )
+    of_block = {name: sum(start <= at for start in starts) for at, name in enumerate(blocks)}
+    anywhere = _anywhere(nodes)
+    stage: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        if node.op != "call_function" or node in anywhere:
+            continue
+        name = _block_among(info(node).module, of_block) if _is_work(node) else ""
+        if name:
+            stage[node] = of_block[name]
+        elif node.target is operator.getitem and node.args[0] not in anywhere:
+            continue  # the parts of an op live with it
+        else:
+            readers = [u for n in (node, *_parts(node)) for u in n.users if u in stage]
+            stage[node] = min((stage[u] for u in readers), default=len(starts))
+        for part in _parts(node):
+            stage[part] = stage[node]
+    _refuse_backwards(nodes, stage)
+    return Labels(len(starts) + 1, stage, anywhere)
+
+
+def _is_work(node: fx.Node) -> bool:
+    """Whether a node is an op of the model, and not a conversion that a plan puts before one."""
+    return node.op == "call_function" and info(node).kind == "op"
+
+
+def _block(path: str) -> str:
+    """The path up to its first number, or up to its first part that ends in one."""
+    parts = path.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return layers.block(path) if at is None else ".".join(parts[: at + 1])
+
+
+def _block_among(path: str, blocks: Mapping[str, int]) -> str:
+    name = _block(path) or path.partition(".")[0]
+    return name if name in blocks else ""
+
+
+def _parts(node: fx.Node) -> list[fx.Node]:
+    return [u for u in node.users if u.target is operator.getitem]
+
+
+def _anywhere(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """The ops that depend on inputs and constants alone, or on parameters alone."""
+    of_parameters: dict[fx.Node, bool] = {}
+    of_data: dict[fx.Node, bool] = {}
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            of_parameters[node] = info(node).kind == "parameter"
+            of_data[node] = not of_parameters[node]
+        else:
+            read = node.all_input_nodes
+            of_parameters[node] = any(of_parameters[n] for n in read)
+            of_data[node] = not read or any(of_data[n] for n in read)
+    calls = (n for n in nodes if n.op == "call_function")
+    return frozenset(n for n in calls if not (of_parameters[n] and of_data[n]))
+
+
+def _refuse_backwards(nodes: Sequence[fx.Node], stage: Mapping[fx.Node, int]) -> None:
+    """Raise where an op would read what a later stage makes."""
+    for node in nodes:
+        for read in node.all_input_nodes:
+            if node in stage and stage.get(read, 0) > stage[node]:
+                raise NotServed(
+                    f"{info(node).key} is in stage {stage[node]} and reads {info(read).key}, which is in stage "
+                    f"{stage[read]}",
+                    at=info(node).source,
+                    advice="cuts between other blocks: stages run in the order in which the model runs its blocks",
+                )

@@ -1,0 +1,61 @@
+"""`Pipeline`: how a plan divides a model among the devices along one axis, and in which order they run its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autopar.sharding.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What is predicted of one stage and micro-batch."""
+
+    blocks: tuple[str, ...]
+    forward_s: float = 0.0
+    inward_s: float = 0.0  # backward, to the gradients of what came in
+    weights_s: float = 0.0  # the rest of backward
+    transfer_s: float = 0.0  # seconds of sending on what leaves it
+    standing_bytes: int = 0  # parameters, gradients, states of the optimizer
+    saved_bytes: int = 0  # saved for the backward of one micro-batch
+    in_flight: int = 1  # most micro-batches of which it holds something
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The stages of a plan: where they run, where each begins, and the order of the actions on each coordinate."""
+
+    mesh: DeviceMesh  # of all devices; the plan's own is that of one stage
+    axis: str  # the axis of `mesh` along which stages stand
+    schedule: str  # name of the order
+    place: tuple[int, ...]  # stage -> its coordinate on the axis
+    firsts: tuple[str, ...]  # the block at which each stage but the first begins
+    orders: tuple[str, ...]  # the actions of each coordinate, in order: `0F0 0F1 0B0 0B1`
+    idle: float = 0.0  # share of the step in which devices wait for each other
+    stages: tuple[StageFigures, ...] = field(default=(), repr=False)
+
+    @property
+    def coordinates(self) -> int:
+        return self.mesh.shape[self.mesh.axis(self.axis)]
+
+    def at(self, coordinate: int) -> tuple[int, ...]:
+        """The stages of a coordinate, in order."""
+        return tuple(stage for stage, place in enumerate(self.place) if place == coordinate)
+
+    def split(self, rank: int) -> tuple[int, tuple[int, ...]]:
+        """A rank's coordinate on the axis, and its coordinate on the mesh of its stage."""
+        whole = self.mesh.coordinate(rank)
+        a = self.mesh.axis(self.axis)
+        return whole[a], (*whole[:a], *whole[a + 1 :])
+
+    def ranks(self, coordinate: int) -> tuple[int, ...]:
+        """The ranks at a coordinate of the axis, in the order of the mesh of a stage."""
+        places = self.mesh.ranks or range(self.mesh.size)
+        return tuple(rank for rank in places if self.split(rank)[0] == coordinate)
+
+
+def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The mesh of one stage: all axes but one."""
+    others = tuple(name for name in mesh.axes if name != axis)
+    return mesh[others] if others else DeviceMesh((1,), ("stage",))
