@@ -108,6 +108,10 @@ class BadPlan(AutoparError):
     """A plan that cannot be read, or belongs to another model."""
 
 
+class BadOrder(BadPlan):
+    """An order of a pipeline that loses an action, waits for ever, or holds more than was planned."""
+
+
 class Infeasible(AutoparError):
     """No plan satisfies what was asked.
 

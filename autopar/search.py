@@ -33,9 +33,7 @@ from autopar.solver.plan import Beside, Plan
 from autopar.solver.rivals import PricedSpace
 from autopar.solver.summary import rivals_of, speed_of, verdict
 from autopar.space.presets import cuts_axes_alike, of_rows_and_context
-from autopar.stages.cuts import blocks_of
-from autopar.stages.orders import order_of
-from autopar.stages.pipeline import Pipeline
+from autopar.staging import staged
 from autopar.turns import head_of
 from autopar.workload import workload_of
 
@@ -47,8 +45,12 @@ def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial:
     if nothing fits.
     """
     began = time.monotonic()
-    best = _in_few_turns if request.pipeline is None else _in_stages
-    found = replace(best(graph, request, started, is_trial), workload=workload_of(graph, request))
+
+    def inside(of_stage: Request) -> Plan:
+        return _in_few_turns(graph, of_stage, started, is_trial)
+
+    best = inside(request) if request.pipeline is None else staged(graph, request, inside)
+    found = replace(best, workload=workload_of(graph, request))
     tell(
         "planned on mesh %s in %.1f s, gap %.2f%%: %s",
         found.mesh,
@@ -142,21 +144,6 @@ def _in_few_turns(graph: Graph, request: Request, started: float = math.inf, is_
             break  # the model looks at all rows, or devices cannot share so few
     assert whole is not None
     raise _explained(whole, _of_the_smallest(letters))
-
-
-def _in_stages(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
-    asked = request.pipeline
-    p = int(asked.size)
-    n = request.microbatches if request.microbatches != "auto" else 2 * p
-    inside = replace(request, microbatches=n, pipeline=None)
-    plan = _in_few_turns(graph, inside, started, is_trial)
-    turned = request.as_planned(graph, plan)
-    blocks = blocks_of(list(turned.nodes))
-    cuts = asked.cuts or tuple(blocks[len(blocks) * k // p] for k in range(1, p))
-    name = "1f1b" if asked.schedule == "auto" else asked.schedule
-    order = order_of(name, p, int(n))
-    pipeline = Pipeline(asked.whole(plan.mesh), asked.axis, name, order.place, cuts, order.texts())
-    return replace(plan, pipeline=pipeline)
 
 
 def _on_meshes(planning: Planning) -> Plan:

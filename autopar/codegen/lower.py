@@ -33,8 +33,8 @@ from autopar.passes import run_passes
 from autopar.progress import caution, detail
 from autopar.runtime.collectives import convert
 from autopar.solver.plan import Plan
-from autopar.stages.cuts import labels_of
 from autopar.space.schedule import schedule_of, travels_alone
+from autopar.stages.cuts import labels_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

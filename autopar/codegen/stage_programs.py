@@ -145,9 +145,7 @@ def _program(
     nodes = {n.name: n for n in turn.fx.nodes}
     read = {a for n in own for a in n.all_input_nodes}.union(ends)
     tops = [n for n in nodes.values() if n.op == "placeholder" and n in read]
-    kinds = {
-        kind: [n for n in tops if info(n).kind == kind] for kind in ("input", "parameter", "buffer", "random key")
-    }
+    kinds = {kind: [n for n in tops if info(n).kind == kind] for kind in ("input", "parameter", "buffer", "random key")}
 
     def top(node: fx.Node, type_: TensorType, about: Info) -> None:
         env[node] = made.placeholder(node.name)

@@ -111,7 +111,7 @@ class InStages(InTurns):
         assert pipeline is not None and lowered.staged is not None and self.setup.line is not None
         self.line = self.setup.line
         self.place = pipeline.place
-        self.order = Order.of(pipeline.place, lowered.graph.turns, pipeline.orders).of(self.line.index)
+        self.order = Order.of(pipeline.place, lowered.graph.turns, pipeline.orders).at(self.line.index)
         self.last = len(pipeline.place) - 1
         stages = [StageOnRank(stage, self) for stage in lowered.stages]
         self.stages = {stage.number: stage for stage in stages}
@@ -205,9 +205,7 @@ class InStages(InTurns):
                     )
                 self._hand(step, gradient, crossing, crossing.source, turn)
 
-    def _tangents(
-        self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]
-    ) -> list[Tensor]:
+    def _tangents(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> list[Tensor]:
         """Gradients of what has left a stage: of each value the sum over the stages that read it."""
         came = iter(arrivals)
         forms = iter(stage.tangents)
@@ -249,7 +247,9 @@ class InStages(InTurns):
         """The gradients that turns have added up, scaled; of parameters that are elsewhere, this rank's empty part."""
         has = [len(stage.joint.waits) for stage in self.stages.values()]
         found = self._scaled(given, arrived, [True] * sum(has), waits)
-        empty = [None if waits else torch.empty(0, dtype=self._dtype(i), device=self.setup.device) for i in self.elsewhere]
+        empty = [
+            None if waits else torch.empty(0, dtype=self._dtype(i), device=self.setup.device) for i in self.elsewhere
+        ]
         return [*found, *empty]
 
     def _dtype(self, primal: int) -> torch.dtype:

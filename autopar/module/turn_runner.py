@@ -25,8 +25,6 @@ from autopar.runtime.collectives import TIME, Turns
 from autopar.sharding.placement import R, Sharding
 
 
-
-
 class InTurns(Runner):
     """Runs one lowered program on this rank, once for each turn of its batch."""
 

@@ -81,9 +81,7 @@ def stage_meshes(device_type: str, ranks: Sequence[Sequence[int]], shape: Sequen
     )
 
 
-def line_of(
-    ranks: Sequence[Sequence[int]], pairs: Iterable[Pair], shared: Iterable[tuple[int, ...]]
-) -> Line:
+def line_of(ranks: Sequence[Sequence[int]], pairs: Iterable[Pair], shared: Iterable[tuple[int, ...]]) -> Line:
     """This rank's line; `ranks` are those of each coordinate. All ranks make all groups together."""
     me = dist.get_rank()
     pairs, shared = sorted(set(pairs)), sorted(set(shared))

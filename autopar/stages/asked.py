@@ -79,15 +79,22 @@ def _read(pipeline: Any, axis: str | None, mesh: Any) -> Asked:
     if size is None:
         raise NotServed(f"pipeline={pipeline!r} has no size", advice='pipeline=4, or an axis of the mesh called "pp"')
     if not (size == "auto" or (_is_count(size) and size >= 1)):
-        raise NotServed(f"pipeline={pipeline!r} is not a number of stages", advice='pipeline=4, "auto", or dict(size=4)')
+        raise NotServed(
+            f"pipeline={pipeline!r} is not a number of stages", advice='pipeline=4, "auto", or dict(size=4)'
+        )
     if isinstance(mesh, DeviceMesh):
         axis, size = _axis_of(mesh, axis, size)
     schedule = fields.get("schedule", "auto")
     if schedule not in ("auto", *ORDERS):
-        raise NotServed(f"schedule={schedule!r} is not known", seen=among(("auto", *ORDERS), schedule), advice="one of these")
+        raise NotServed(
+            f"schedule={schedule!r} is not known", seen=among(("auto", *ORDERS), schedule), advice="one of these"
+        )
     each, cuts = fields.get("stages_each", 0), fields.get("cuts", ())
     if not _is_count(each) or each < 0 or isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts):
-        raise NotServed(f"pipeline={pipeline!r} has a stages_each or cuts of another kind", advice='stages_each=2, cuts=["model.layers.9"]')
+        raise NotServed(
+            f"pipeline={pipeline!r} has a stages_each or cuts of another kind",
+            advice='stages_each=2, cuts=["model.layers.9"]',
+        )
     of_all = mesh if isinstance(mesh, DeviceMesh) else None
     return Asked(size, schedule, int(each), tuple(cuts), of_all, axis or AXES[0])
 

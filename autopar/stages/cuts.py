@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from autopar.graph import layers
-from autopar.graph.graph import info
+from autopar.graph.graph import Graph, info, op_name
 from autopar.letters import NotServed
+from autopar.ops.entry import facts_of
+from autopar.stages.blocks import Units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,3 +123,47 @@ def _refuse_backwards(nodes: Sequence[fx.Node], stage: Mapping[fx.Node, int]) ->
                     at=info(node).source,
                     advice="cuts between other blocks: stages run in the order in which the model runs its blocks",
                 )
+
+
+def units_of(graph: Graph) -> Units:
+    """The blocks of a graph, and what stands in each; what stands nowhere is counted with its first reader."""
+    nodes = list(graph.nodes)
+    names = blocks_of(nodes)
+    labels = labels_of(nodes, names[1:])
+    unit: dict[fx.Node, int] = dict(labels.stage)
+    for node in reversed(nodes):
+        if node not in unit:
+            unit[node] = min((unit[u] for u in node.users if u in unit), default=labels.stages - 1)
+    reads = _of_parameters_alone(nodes)
+    share = {info(n).key: _share_of_weights(n, reads) for n in nodes if _is_work(n)}
+    last = {n: max((unit[u] for u in n.users), default=0) for n in labels.stage}
+    crossing = tuple((n.name, unit[n], last[n]) for n in nodes if n in last and last[n] > unit[n])
+    trained = [unit[n] for n in nodes if info(n).kind == "parameter" and _wants_gradient(n)]
+    return Units(names, {info(n).key: unit[n] for n in nodes}, share, crossing, min(trained, default=0))
+
+
+def _of_parameters_alone(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in nodes:
+        read = node.all_input_nodes
+        if info(node).kind == "parameter" or (read and found.issuperset(read)):
+            found.add(node)
+    return found
+
+
+def _share_of_weights(node: fx.Node, of_parameters: set[fx.Node]) -> float:
+    """The share of an op's backward that makes gradients of parameters alone.
+
+    Products have a kernel for the gradient of each operand; other ops have one for all.
+    """
+    wants = [n for n in node.all_input_nodes if _wants_gradient(n)]
+    own = [n for n in wants if n in of_parameters]
+    if not own:
+        return 0.0
+    if len(own) == len(wants):
+        return 1.0
+    return 0.5 if facts_of(op_name(node)).flops else 0.0
+
+
+def _wants_gradient(node: fx.Node) -> bool:
+    return any(type_.requires_grad for type_ in info(node).outputs)

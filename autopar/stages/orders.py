@@ -1,35 +1,139 @@
-"""stand-in"""
+"""Makers of orders that others published, for any number of turns, and of one that goes by prices.
+
+Those on a looped place are one maker: GPipe, 1F1B, interleaved 1F1B and zero bubble differ in how many forwards run
+before the first backward, and in how many weights' gradients are put off. Those on a V are the phases of a coordinate,
+as text.
+"""
+
 from __future__ import annotations
-import re
-from dataclasses import dataclass
-@dataclass(frozen=True, slots=True)
-class Action:
-    kind: str
-    stage: int
-    turn: int
-    def __str__(self): return f"{self.stage}{self.kind}{self.turn}"
-    @staticmethod
-    def of(text):
-        s,k,t=re.fullmatch(r"(\d+)([FBIW])(\d+)",text).groups(); return Action(k,int(s),int(t))
-@dataclass(frozen=True, slots=True)
-class Order:
-    place: tuple
-    turns: int
-    actions: tuple
-    def of_(self, c): return self.actions[c]
-    def texts(self): return tuple(" ".join(map(str,a)) for a in self.actions)
-def _of(place,turns,texts): return _O(tuple(place),turns,tuple(tuple(map(Action.of,t.split())) for t in texts))
-class _O(Order):
-    def of(self,c): return self.actions[c]
-Order.of=staticmethod(_of)
-def order_of(name,p,n,**k):
-    out=[]
-    for r in range(p):
-        F=lambda m:Action("F",r,m); B=lambda m:Action("B",r,m)
-        if name=="gpipe": out.append(tuple([F(i) for i in range(n)]+[B(i) for i in range(n)])); continue
-        w=min(p-1-r,n); a=[F(i) for i in range(w)]; f,b=w,0
-        while f<n: a+=[F(f),B(b)]; f+=1;b+=1
-        while b<n: a.append(B(b)); b+=1
-        out.append(tuple(a))
-    return _O(tuple(range(p)),n,tuple(out))
-ORDERS={"gpipe":0,"1f1b":0}
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from autopar.letters import NotServed, among
+from autopar.stages.actions import Action, Order, Prices, StagePrices
+from autopar.stages.greedy import listed
+
+__all__ = ["CAPPED", "ORDERS", "Action", "Order", "Prices", "StagePrices", "order_of"]
+
+
+def order_of(
+    name: str,
+    coordinates: int,
+    turns: int,
+    stages_each: int = 1,
+    prices: Prices | None = None,
+    caps: Sequence[int] | None = None,
+) -> Order:
+    """The order of that name with `stages_each` stages a coordinate: two on a V, whatever is asked.
+
+    No coordinate holds more than `caps` turns of stages between their F and their B or W; orders in `CAPPED` can do
+    with one. `prices` are what the greedy order goes by.
+    """
+    if name not in ORDERS:
+        raise NotServed(f"{name!r} is not an order of pipelines", seen=among(ORDERS, name))
+    if caps is not None and (name not in CAPPED or (stages_each > 1 and name != "greedy")):
+        raise NotServed(f"the order {name!r} has no form that holds fewer turns", advice='one stage each, or "greedy"')
+    return ORDERS[name](coordinates, turns, stages_each, prices, caps)
+
+
+_Maker = Callable[[int, int, int, "Prices | None", "Sequence[int] | None"], Order]
+
+
+def _looped(lead: Callable[[int], int | None], is_split: bool = False) -> _Maker:
+    """Stage s on coordinate s modulo their number; turns pass the stages of a coordinate in rounds.
+
+    A round has as many turns as there are coordinates, or some more where those do not divide the turns: the first
+    rounds are the largest. A coordinate runs ahead by such a round in all stages but its last, and by `lead` of the
+    number of coordinates behind it; None is by all. Where backward is split, it puts off as many weights' gradients as
+    there are coordinates before it.
+    """
+
+    def made(p: int, n: int, each: int, prices: Prices | None, caps: Sequence[int] | None) -> Order:
+        rounds = 1 if lead(0) is None else max(1, n // p)
+        sizes = [n // rounds + (k < n % rounds) for k in range(rounds)]
+        turns = [range(sum(sizes[:k]), sum(sizes[: k + 1])) for k in range(rounds)]
+        forwards = [(part * p, turn) for some in turns for part in range(each) for turn in some]
+        backwards = [((each - 1) * p - stage, turn) for stage, turn in forwards]
+
+        def at(r: int) -> Iterator[Action]:
+            further = lead(p - 1 - r)
+            ahead = n * each if further is None else min((each - 1) * sizes[0] + further, n * each)
+            late = r
+            if caps is not None:
+                ahead = min(
+                    ahead, min(caps[: r + 1]) - 1
+                )  # those behind run no further ahead: they would wait for ever
+                late = min(late, caps[r] - 1 - ahead)
+            for k in range(-ahead, n * each + late):
+                if k + ahead < n * each:
+                    yield Action("F", forwards[k + ahead][0] + r, forwards[k + ahead][1])
+                if 0 <= k < n * each:
+                    yield Action("I" if is_split else "B", backwards[k][0] + r, backwards[k][1])
+                if is_split and k >= late:
+                    yield Action("W", backwards[k - late][0] + r, backwards[k - late][1])
+
+        return Order(tuple(s % p for s in range(p * each)), n, tuple(tuple(at(r)) for r in range(p)))
+
+    return made
+
+
+def _zb_v(p: int, r: int, n: int) -> str:
+    """Phases of coordinate `r` of ZB-V, of its stages 0 and 1: a W follows its I until the end."""
+    warm = "F0 " * (2 * (p - r) - 1) + "F1 F0 " * r + "F1 I1 W1 " * (p - r)
+    steady = "F0 I0 W0 F1 I1 W1 " * (n - 2 * p + r + 1) + "I0 W0 F1 I1 W1 " * (p - r - 1)
+    return warm + steady + "I0 I1 " * r + "I0 W0 " * (p - r) + "W1 " * r + "W0 " * r
+
+
+def _dualpipe_v(p: int, r: int, n: int) -> str:
+    """Phases of coordinate `r` of DualPipeV; a W alone is the one that has waited longest."""
+    last = ("B1 B0 " * (r + 1)).split()
+    last[r + 1 :] = [token.replace("B", "I") for token in last[r + 1 :]]
+    warm = "F0 " * (2 * (p - r - 1)) + "F0 F1 " * (r + 1) + "I1 W F1 " * (p - r - 1)
+    steady = "F0 B1 F1 B0 " * (n - 2 * p + r + 1) + "B1 F1 B0 " * (p - r - 1)
+    return warm + steady + " ".join(last) + " W I0" * (p - r - 1) + " W" * (r + 1)
+
+
+def _on_a_v(phases: Callable[[int, int, int], str]) -> _Maker:
+    """Stages go down the coordinates and up again; phases serve twice as many turns as coordinates, and more.
+
+    An order for more turns with some left out is an order for the others: what waited has less to wait for.
+    """
+
+    def made(p: int, n: int, each: int, prices: Prices | None, caps: Sequence[int] | None) -> Order:
+        def at(r: int) -> Iterator[Action]:
+            stages = {"0": r, "1": 2 * p - 1 - r}
+            turns = {(kind, part): iter(range(2 * p + n)) for kind in "FB" for part in stages}
+            waiting: list[tuple[str, int]] = []
+            for token in phases(p, r, max(n, 2 * p)).split():
+                kind, part = token[0], token[1:]
+                if kind == "W":
+                    part, turn = next(late for late in waiting if part in ("", late[0]))
+                    waiting.remove((part, turn))
+                else:
+                    turn = next(turns["F" if kind == "F" else "B", part])
+                if kind == "I":
+                    waiting.append((part, turn))
+                if turn < n:
+                    yield Action(kind, stages[part], turn)
+
+        return Order((*range(p), *reversed(range(p))), n, tuple(tuple(at(r)) for r in range(p)))
+
+    return made
+
+
+def _by_prices(p: int, n: int, each: int, prices: Prices | None, caps: Sequence[int] | None) -> Order:
+    """Stages go to and fro over the coordinates; unless capped, each holds what the first of 1F1B does."""
+    place = tuple(s % p if s // p % 2 == 0 else p - 1 - s % p for s in range(p * each))
+    return listed(place, n, prices or Prices((StagePrices(1.0, 1.0, 1.0),) * len(place)), caps or (p * each,) * p)
+
+
+ORDERS: Mapping[str, _Maker] = {
+    "gpipe": _looped(lambda behind: None),
+    "1f1b": _looped(lambda behind: behind),
+    "interleaved": _looped(lambda behind: 2 * behind),
+    "zero-bubble": _looped(lambda behind: behind, is_split=True),
+    "zb-v": _on_a_v(_zb_v),
+    "dualpipe-v": _on_a_v(_dualpipe_v),
+    "greedy": _by_prices,
+}
+CAPPED = ("1f1b", "zero-bubble", "greedy")

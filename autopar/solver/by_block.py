@@ -1,0 +1,73 @@
+"""What a plan's step takes by block of the model: seconds of a micro-batch, and bytes. Stages are made of blocks.
+
+A plan is made for the whole program of a micro-batch. What a stage of it takes is the sum over its blocks, for choices
+are those of the plan wherever it is cut, and nothing is converted at a cut.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.solver.lanes import BACKWARD, FORWARD, OPTIMIZER, events_of
+from autopar.solver.points import Point
+from autopar.space.space import Space
+from autopar.space.timeline import Timeline
+from autopar.stages.blocks import ByBlock, Units
+
+STANDING = ("parameters", "gradients", "optimizer states", "inputs and buffers")
+
+
+def by_block(space: Space, point: Point, units: Units) -> ByBlock:
+    """What a plan takes by block."""
+    count = len(units.names)
+    seconds = {part: np.zeros(count) for part in (FORWARD, BACKWARD, OPTIMIZER)}
+    weights = np.zeros(count)
+    passes = space.setting.passes
+    for event in events_of(space, point):
+        *_, name = event.place.split(" to ")
+        unit = units.of.get(name, 0)
+        taken = event.seconds - (event.hidden_s or 0.0)
+        part = event.part if event.part in (FORWARD, OPTIMIZER) else BACKWARD  # with what is made again
+        seconds[part][unit] += taken if part == OPTIMIZER else taken / passes
+        if event.part == BACKWARD:
+            weights[unit] += taken / passes * units.weights.get(name, 0.0)
+    inward = seconds[BACKWARD] - weights
+    return ByBlock(units.names, seconds[FORWARD], inward, weights, seconds[OPTIMIZER], *_bytes(space, point, units))
+
+
+def _bytes(
+    space: Space, point: Point, units: Units
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes by block: what stands, by kind, and then the last four of `ByBlock`."""
+    memory = space.memory
+    assert memory is not None
+    count, ops = len(units.names), len(memory.passages.ops)
+    unit_of = [units.of.get(site.name, 0) for site in space.sites]
+    of_time = np.array([unit_of[op.site] for op in memory.passages.ops], int)
+    standing = {kind: np.zeros(count) for kind in STANDING}
+    gathered, saved, waiting, busy = (np.zeros(count) for _ in range(4))
+    for piece in memory.pieces:
+        edge = space.edges[piece.place] if piece.is_edge else None
+        amount = float(piece.bytes[edge.place(point.picked) if edge else point.picked[piece.place]])
+        unit = unit_of[edge.target if edge else piece.place]
+        if piece.kind in STANDING and piece.last - piece.first >= ops:
+            standing[piece.kind][unit] += amount
+        elif piece.kind == "gathered parameters" and piece.first < ops <= piece.last:
+            gathered[unit] += amount
+    line = Timeline.of(space, point.picked, point.held, point.momentary)
+    left = line.saved(line.again(point.recomputed))
+    for run in line.runs:  # a value is saved by the block whose backward reads it first in forward's order
+        unit = of_time[run.time]
+        if units.weights.get(run.name, 0.0):
+            waiting[unit] += sum(float(line.bytes[v]) for v in (*run.keeps, *run.makes))
+        saved[unit] += sum(float(line.bytes[v]) for v in run.keeps if v in left)
+        left -= set(run.keeps)
+    for value in left:
+        saved[of_time[line.runs[line.made_by[value]].time]] += float(line.bytes[value])
+    before = np.concatenate([[0.0], np.cumsum(gathered + saved)[:-1]])
+    stands = sum(float(of_kind.sum()) for of_kind in standing.values())
+    for unit in range(count):
+        own = np.flatnonzero(of_time == unit)
+        if len(own):
+            busy[unit] = float(point.held[[*own, *(2 * ops - 1 - own)]].max()) - stands - float(before[unit])
+    return standing, gathered, saved, waiting, busy

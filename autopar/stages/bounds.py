@@ -1,0 +1,167 @@
+"""Bound cuts: the seconds that no cut of blocks into stages goes below, in whatever order, and cuts by their bound.
+
+With one stage a coordinate, f, g and w the seconds of a stage's forward, of what the stage before waits for, and of
+the rest, sums over the stages before it written "before" and over those behind it "behind", no order of n turns that
+holds at most k between F and B or I takes less than
+
+    f before + n (f + g + w)                                                     a coordinate's own work
+    f before + n (f + g) + g before                                              ... and its last gradient's way back
+    f before + f + f behind + g behind + (n - k) f + n (g + w)                   no gradient comes before the first
+    f before + f + f behind + g behind + (n - k) f + n g + g before
+    f before + ceil(n / k) (f + f behind + g behind + g) + g before              k turns at a time go there and back
+
+The transfers on these ways come on top, and the first stage's w where the last gradient ends there. All of it depends
+on a stage and the blocks before it alone. So the least bound over all cuts is a dynamic program over stages and blocks
+so far, which also lists cuts by their bound, least first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+
+from autopar.stages.actions import Prices, StagePrices
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Seconds of one block and turn, and bytes: that stand, that a turn saves from F to B or I, and from I to W."""
+
+    forward: float = 0.0
+    inward: float = 0.0
+    weights: float = 0.0
+    standing: float = 0.0
+    saved: float = 0.0
+    kept: float = 0.0
+
+    def __add__(self, other: Block) -> Block:
+        return Block(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Block)))
+
+
+@dataclass(frozen=True, slots=True)
+class Atoms:
+    """The blocks that cuts part, the transfer across the border behind each, and how many at first are not trained.
+
+    What stands before the first block and behind the last, such as a table and a head, is part of these blocks. A stage
+    before which nothing is trained gives no gradient: all of its backward is `weights`.
+    """
+
+    blocks: tuple[Block, ...]
+    transfer: float | tuple[float, ...] = 0.0
+    frozen: int = 0
+
+    @staticmethod
+    def alike(count: int, block: Block, first: Block, last: Block, transfer: float = 0.0) -> Atoms:
+        """Atoms of `count` blocks that are alike, between two ends."""
+        blocks = [block] * count
+        blocks[0] += first
+        blocks[-1] += last
+        return Atoms(tuple(blocks), transfer)
+
+    def prices(self, cut: Sequence[int]) -> tuple[Prices, list[Block]]:
+        """Prices of the stages that have these numbers of blocks, and each stage as one block."""
+        ends = list(accumulate(cut, initial=0))
+        sums = [self.sums(field.name) for field in fields(Block)]
+        stages = [Block(*(of[z] - of[a] for of in sums)) for a, z in pairwise(ends)]
+        prices = [StagePrices(s.forward, *self.backward(a, s.inward, s.weights)) for a, s in zip(ends, stages)]
+        at = self.transfer
+        return Prices(tuple(prices), tuple(at[z - 1] for z in ends[1:-1]) if isinstance(at, tuple) else at), stages
+
+    def backward(self, before: int, inward: float, weights: float) -> tuple[float, float]:
+        """What the stage before waits for, and the rest, of a stage that begins after `before` blocks."""
+        return (inward, weights) if before > self.frozen else (0.0, inward + weights)
+
+    def sums(self, field: str) -> list[float]:
+        """Of the blocks before each border, the first and the last among them."""
+        return list(accumulate((getattr(block, field) for block in self.blocks), initial=0.0))
+
+    @property
+    def least_transfer(self) -> float:
+        return min(self.transfer, default=0.0) if isinstance(self.transfer, tuple) else self.transfer
+
+
+def bound(
+    atoms: Atoms,
+    coordinates: int,
+    turns: int,
+    caps: Sequence[int] | None = None,
+    is_split: bool = True,
+    stages_each: int = 1,
+) -> float:
+    """Seconds that every cut takes in every order that holds at most `caps` turns between F and B or I.
+
+    With `is_split` false, in those whose backwards are whole. With several stages a coordinate: that the busiest
+    coordinate works, and that one turn takes.
+    """
+    if stages_each > 1:
+        forward, inward, weights = (atoms.sums(kind)[-1] for kind in ("forward", "inward", "weights"))
+        turn = forward + inward + (0.0 if is_split else weights)
+        return max(turns * (forward + inward + weights) / coordinates, turn)
+    condition = condition_of(atoms, coordinates, turns, is_split)
+    held = caps or (turns,) * coordinates
+    return CutsByBound(len(atoms.blocks), coordinates, lambda r, a, z: condition(r, a, z, held[r])).least[0][0]
+
+
+def condition_of(atoms: Atoms, p: int, n: int, is_split: bool) -> Callable[[int, int, int, float], float]:
+    """The bound of one stage by its number, the blocks before it, those up to its end, and the turns that it holds."""
+    fs, gs, ws = map(atoms.sums, ("forward", "inward", "weights"))
+    if not is_split:
+        gs = [g + w for g, w in zip(gs, ws)]
+        ws = [0.0] * len(ws)
+    hop, all_blocks = atoms.least_transfer, len(atoms.blocks)
+    behind_all = ws[min(atoms.frozen + 1, all_blocks)] - ws[min(atoms.frozen, all_blocks)]
+
+    def condition(r: int, a: int, z: int, k: float) -> float:
+        f, g, w = fs[z] - fs[a], gs[z] - gs[a], ws[z] - ws[a]
+        back = gs[a] + behind_all + hop * r
+        if is_split:
+            g, w = atoms.backward(a, g, w)
+        head = fs[a] + hop * r
+        if z <= atoms.frozen:
+            return head + n * (f + g + w)
+        first = fs[-1] + gs[-1] - gs[z] + hop * (2 * p - 2 - r)
+        late = max(0.0, n - k) * f
+        trip = f + g + fs[-1] - fs[z] + gs[-1] - gs[z] + 2 * hop * (p - 1 - r)
+        back = back if a > atoms.frozen else 0.0
+        own = n * g + max(n * w, back)
+        return max(head + n * f + own, first + late + own, head + math.ceil(n / k) * trip + max(w, back))
+
+    return condition
+
+
+class CutsByBound:
+    """Cuts of blocks into stages by the largest condition of their stages, and then by the sum of squares of all."""
+
+    def __init__(self, blocks: int, stages: int, condition: Callable[[int, int, int], float]) -> None:
+        self.stages = stages
+        self.costs: list[list[list[tuple[int, float]]]] = [[[] for _ in range(blocks)] for _ in range(stages)]
+        self.least = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
+        self.squares = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
+        self.least[stages][blocks] = self.squares[stages][blocks] = 0.0
+        for r in reversed(range(stages)):
+            for a in range(r, blocks - (stages - 1 - r)) if r else (0,):
+                for z in range(a + 1, blocks - (stages - 2 - r)) if r < stages - 1 else (blocks,):
+                    cost = condition(r, a, z)
+                    self.costs[r][a].append((z, cost))
+                    self.least[r][a] = min(self.least[r][a], max(cost, self.least[r + 1][z]))
+                    self.squares[r][a] = min(self.squares[r][a], cost * cost + self.squares[r + 1][z])
+
+    def __iter__(self) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Bound and cut, least first: a search by what any completion costs at least."""
+        heap: list[tuple[float, float, float, float, tuple[int, ...]]]
+        heap = [(self.least[0][0], self.squares[0][0], 0.0, 0.0, (0,))]
+        while heap:
+            worst, _, most, squares, ends = heapq.heappop(heap)
+            r, a = len(ends) - 1, ends[-1]
+            if worst == math.inf:
+                return
+            if r == self.stages:
+                yield worst, tuple(z - a for a, z in pairwise(ends))
+                continue
+            for z, cost in self.costs[r][a]:
+                new, square = max(most, cost), squares + cost * cost
+                key = max(new, self.least[r + 1][z]), square + self.squares[r + 1][z]
+                heapq.heappush(heap, (*key, new, square, (*ends, z)))

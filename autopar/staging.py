@@ -1,0 +1,244 @@
+"""Plans in stages: the plan of the whole program on the mesh of one stage, cut where its step is fastest.
+
+Choices inside a stage do not depend on where the model is cut, as a value leaves a stage as it lies. So one plan prices
+every cut: its seconds and bytes by block make up those of any stage (`solver/by_block.py`), and cuts and orders are
+searched among them (`stages/search.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch.fx as fx
+
+from autopar.graph.graph import Graph, info, rows_of_batch, type_of
+from autopar.letters import Infeasible, NotServed
+from autopar.request import Request
+from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.placement import local_shape
+from autopar.sharding.strategies import values
+from autopar.solver.by_block import by_block
+from autopar.solver.plan import Plan
+from autopar.solver.rivals import PricedSpace
+from autopar.stages.asked import Asked
+from autopar.stages.blocks import ByBlock, Units
+from autopar.stages.cuts import units_of
+from autopar.stages.orders import ORDERS
+from autopar.stages.pipeline import Pipeline, StageFigures
+from autopar.stages.search import Atoms, Block, Choice, best_cuts
+
+_TIGHTER = (1.0, 0.5, 0.25, 0.12, 0.0)  # shares of what a plan saves for backward that are tried under a budget
+_SIZES = 3  # numbers of micro-batches that are tried where none is asked for
+
+
+def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) -> Plan:
+    """The fastest plan found of a graph in the stages that are asked for; `inside` plans what a stage does."""
+    asked = request.pipeline
+    assert isinstance(asked, Asked)
+    plans: list[Plan] = []
+    letter: Infeasible | NotServed | None = None
+    for turns in _numbers_of_turns(graph, request, int(asked.size)):
+        try:
+            plans.append(_in_turns(graph, replace(request, microbatches=turns), asked, inside))
+        except (Infeasible, NotServed) as e:
+            letter = letter or e
+    if not plans:
+        assert letter is not None
+        raise letter
+    return min(plans, key=lambda plan: plan.step_time_s)
+
+
+def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> Iterator[int]:
+    """Numbers of micro-batches to try: what is asked for, or some that fill the stages."""
+    if request.microbatches != "auto":
+        yield int(request.microbatches)
+        return
+    rows = rows_of_batch(graph)
+    fits = [n for n in range(1, rows + 1) if rows % n == 0]
+    yield from sorted({min(fits, key=lambda n: abs(math.log(n / (stages * 2**k)))) for k in range(_SIZES)})
+
+
+def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
+    """The fastest plan found with a number of micro-batches; under a budget one that saves as much as fits."""
+    freer = replace(request, pipeline=None, memory_budget=math.inf)
+    plan = inside(freer)
+    turned = request.as_planned(graph, plan)
+    units = units_of(turned)
+    letter: Infeasible | None = None
+    saved, peak = plan.memory.get("saved activations", 0), plan.peak_bytes
+    for share in _TIGHTER:
+        try:
+            if share < 1.0:
+                plan = inside(replace(freer, memory_budget=peak - round((1 - share) * saved)))
+            return _cut(turned, plan, units, request, asked)
+        except Infeasible as e:
+            letter = letter or e
+    assert letter is not None
+    raise letter
+
+
+def _cut(graph: Graph, plan: Plan, units: Units, request: Request, asked: Asked) -> Plan:
+    """The plan with the fastest stages that fit in the budget."""
+    search = plan.search
+    assert isinstance(search, PricedSpace) and search.counted is not None
+    found = by_block(search.counted.space, search.point, units)
+    whole = asked.whole(plan.mesh)
+    borders = _borders(graph, plan, units)
+    seconds = _seconds(request, whole, asked.axis, borders)
+    atoms = _atoms(found, units, seconds)
+    starts = _starts(units, asked)
+    names = [name for name in ORDERS if name != "gpipe"] if asked.schedule == "auto" else [asked.schedule]
+    each = asked.stages_each or 2
+    if asked.cuts:
+        each = len(starts) // int(asked.size)
+        names = [name for name in names if each == 1 or name in _SEVERAL]
+    room = request.budget - max(found.runs(*ends) for ends in pairwise((*starts, len(units.names))))
+    choice = best_cuts(
+        _merged(atoms, starts), int(asked.size), plan.microbatches, names, each, room - 2 * max(borders, default=0.0)
+    )
+    firsts = [starts[at] for at in accumulate(choice.cut, initial=0) if at < len(starts)]
+    ends = list(pairwise((*firsts, len(units.names))))
+    figures = tuple(
+        StageFigures(
+            units.names[a:z],
+            float(found.forward[a:z].sum()),
+            float(found.inward[a:z].sum()),
+            float(found.weights[a:z].sum()),
+            seconds[z - 1] if z < len(units.names) else 0.0,
+            round(sum(found.stands(a, z).values())),
+            round(float(found.saved[a:z].sum())),
+            choice.run.saved[stage],
+        )
+        for stage, (a, z) in enumerate(ends)
+    )
+    place = choice.order.place
+    memory, most = _memory(found, ends, choice, borders)
+    pipeline = Pipeline(
+        whole,
+        asked.axis,
+        choice.name,
+        place,
+        tuple(units.names[a] for a in firsts[1:]),
+        choice.order.texts(),
+        choice.run.idle,
+        tuple(replace(stage, peak_bytes=most[at]) for stage, at in zip(figures, place, strict=True)),
+    )
+    once = max(
+        sum(float(found.once[a:z].sum()) for (a, z), of in zip(ends, place, strict=True) if of == at) for at in place
+    )
+    step = choice.run.seconds + once
+    least = (choice.bound + float(found.once.sum()) / int(asked.size)) * (1.0 - plan.gap)
+    bound_of = f"on {asked.size} coordinates of stages and {plan.microbatches} micro-batches, wherever they are cut"
+    return replace(
+        plan,
+        pipeline=pipeline,
+        step_time_s=step,
+        lower_bound_s=min(least, step),
+        bound_of=bound_of,
+        memory=memory,
+        budget=request.budget,
+        sources={name: seconds * step / plan.step_time_s for name, seconds in plan.sources.items()},
+        peak_at=f"stage {max(range(len(place)), key=lambda stage: most[place[stage]])}",
+    )
+
+
+_SEVERAL = ("interleaved", "zb-v", "dualpipe-v", "greedy")  # orders that have several stages on a coordinate
+
+
+def _starts(units: Units, asked: Asked) -> list[int]:
+    """The blocks at which a stage may begin: where the caller says, or any."""
+    blocks = len(units.names)
+    if not asked.cuts:
+        if blocks < int(asked.size):
+            raise NotServed(
+                f"the model has {blocks} blocks, and pipeline={asked.size} asks for more stages",
+                seen=f"blocks: {', '.join(units.names) or 'none'}",
+                advice=f"pipeline={blocks}" if blocks > 1 else "no pipeline",
+            )
+        return list(range(blocks))
+    if unknown := [name for name in asked.cuts if name not in units.names]:
+        raise NotServed(
+            f"cuts= names {unknown[0]!r}, which is no block of the model", seen=f"blocks: {', '.join(units.names)}"
+        )
+    starts = [0, *map(units.names.index, asked.cuts)]
+    if starts != sorted(set(starts)) or len(starts) % int(asked.size):
+        raise NotServed(
+            f"cuts={list(asked.cuts)} does not make stages for {asked.size} coordinates, in the order of the blocks",
+            seen=f"blocks: {', '.join(units.names)}",
+            advice=f"{int(asked.size) - 1} blocks in their order, the first block of the model left out",
+        )
+    return starts
+
+
+def _merged(atoms: Atoms, starts: Sequence[int]) -> Atoms:
+    """Atoms of the blocks between places where a stage may begin."""
+    ends = list(pairwise((*starts, len(atoms.blocks))))
+    assert isinstance(atoms.transfer, tuple)
+    return Atoms(
+        tuple(functools.reduce(operator.add, atoms.blocks[a:z]) for a, z in ends),
+        tuple(atoms.transfer[a - 1] for a in starts[1:]),
+        sum(z <= atoms.frozen for _, z in ends),
+    )
+
+
+def _memory(
+    found: ByBlock, ends: Sequence[tuple[int, int]], choice: Choice, borders: Sequence[float]
+) -> tuple[dict[str, int], dict[int, int]]:
+    """Bytes of the fullest coordinate by kind, and the most of each."""
+    place = choice.order.place
+    saved = [float(found.saved[a:z].sum()) for a, z in ends]
+    held = choice.order.most_held(saved, [float(found.waiting[a:z].sum()) for a, z in ends])
+    by_kind: dict[int, dict[str, float]] = {}
+    for at in sorted(set(place)):
+        own = [blocks for blocks, of in zip(ends, place, strict=True) if of == at]
+        kinds: dict[str, float] = {}
+        for a, z in own:
+            for kind, nbytes in (
+                *found.stands(a, z).items(),
+                ("gathered parameters", float(found.gathered[a:z].sum())),
+            ):
+                kinds[kind] = kinds.get(kind, 0.0) + nbytes
+        travels = sum(borders[a - 1] for a, _ in own if a) + sum(borders[z - 1] for _, z in own if z < len(found.names))
+        runs = max(found.runs(a, z) for a, z in own)
+        by_kind[at] = {**kinds, "saved activations": held[at], "transients": max(0.0, runs) + travels}
+    most = {at: round(sum(kinds.values())) for at, kinds in by_kind.items()}
+    fullest = max(most, key=lambda at: most[at])
+    return {kind: round(nbytes) for kind, nbytes in by_kind[fullest].items()}, most
+
+
+def _borders(graph: Graph, plan: Plan, units: Units) -> list[float]:
+    """Bytes of a device that cross the border behind each block."""
+    nodes = {node.name: node for node in graph.nodes}
+    borders = [0.0] * (len(units.names) - 1)
+    for name, block, last in units.crossing:
+        nbytes = _local_bytes(nodes[name], plan)
+        for border in range(block, last):
+            borders[border] += nbytes
+    return borders
+
+
+def _local_bytes(node: fx.Node, plan: Plan) -> int:
+    """Bytes of the fullest device's part of a value, as its op leaves it."""
+    made_by, place = (node.args[0], int(str(node.args[1]))) if info(node).kind == "part" else (node, 0)
+    assert isinstance(made_by, fx.Node)
+    lies = values(plan.decisions[info(made_by).key].choice.output(place))
+    whole = type_of(node)
+    return math.prod(local_shape(whole.shape, lies, plan.mesh, (0,) * len(plan.mesh.shape))) * whole.itemsize
+
+
+def _seconds(request: Request, mesh: DeviceMesh, axis: str, borders: Sequence[float]) -> tuple[float, ...]:
+    """Seconds in which the values of a border go from one device to another."""
+    *_, (_, link) = request.hardware.levels(mesh, mesh.axis(axis), "send")
+    return tuple(link.latency_s + nbytes / link.wire("send", 2) for nbytes in borders)
+
+
+def _atoms(found: ByBlock, units: Units, seconds: tuple[float, ...]) -> Atoms:
+    stands = np.sum([found.gathered, *found.standing.values()], axis=0)
+    columns = (found.forward, found.inward, found.weights, stands, found.saved, found.waiting)
+    return Atoms(tuple(Block(*map(float, entry)) for entry in zip(*columns, strict=True)), seconds, units.frozen)
