@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, rows_of_batch, type_of
-from autopar.letters import Infeasible, NotServed
+from autopar.letters import Infeasible, Letter, NotServed
 from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import local_shape
@@ -34,34 +34,61 @@ from autopar.stages.pipeline import Pipeline, StageFigures
 from autopar.stages.search import Atoms, Block, Choice, best_cuts
 
 _TIGHTER = (1.0, 0.5, 0.25, 0.12, 0.0)  # shares of what a plan saves for backward that are tried under a budget
-_SIZES = 3  # numbers of micro-batches that are tried where none is asked for
+_FILLS = (1, 2, 4)  # micro-batches a coordinate that are tried where no number is asked for
+_SEVERAL = ("interleaved", "zb-v", "dualpipe-v", "greedy")  # orders that have several stages on a coordinate
 
 
 def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) -> Plan:
     """The fastest plan found of a graph in the stages that are asked for; `inside` plans what a stage does."""
     asked = request.pipeline
     assert isinstance(asked, Asked)
+    if asked.size != "auto":
+        return _in_stages(graph, request, asked, inside)
+    assert isinstance(request.mesh, int)
+    devices = request.mesh
+    found: list[Plan] = [inside(replace(request, pipeline=None))]
+    refused: list[tuple[str, float, float, int, str]] = []
+    for size in (2**k for k in range(1, devices.bit_length())):
+        if devices % size:
+            break
+        try:
+            of_size = replace(request, mesh=devices // size)
+            found.append(_in_stages(graph, of_size, replace(asked, size=size), inside))
+        except Letter as e:
+            refused.append((f"{size} stages", 0.0, 0.0, 0, e.what))
+    best = min(found, key=lambda plan: plan.step_time_s)
+    rows = tuple(
+        (f"{size} stages of {p.mesh}", p.step_time_s, p.lower_bound_s, p.peak_bytes, "")
+        for p in found
+        if (size := 1 if p.pipeline is None else p.pipeline.coordinates)
+    )
+    return replace(
+        best, meshes=(*rows, *refused), lower_bound_s=min(best.step_time_s, *(p.lower_bound_s for p in found))
+    )
+
+
+def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
+    """The fastest plan found with a number of stages, of several numbers of micro-batches."""
     plans: list[Plan] = []
-    letter: Infeasible | NotServed | None = None
+    letter: Letter | None = None
     for turns in _numbers_of_turns(graph, request, int(asked.size)):
         try:
             plans.append(_in_turns(graph, replace(request, microbatches=turns), asked, inside))
         except (Infeasible, NotServed) as e:
             letter = letter or e
-    if not plans:
-        assert letter is not None
-        raise letter
-    return min(plans, key=lambda plan: plan.step_time_s)
+    if plans:
+        return min(plans, key=lambda plan: plan.step_time_s)
+    assert letter is not None
+    raise letter
 
 
-def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> Iterator[int]:
+def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> list[int]:
     """Numbers of micro-batches to try: what is asked for, or some that fill the stages."""
     if request.microbatches != "auto":
-        yield int(request.microbatches)
-        return
+        return [int(request.microbatches)]
     rows = rows_of_batch(graph)
     fits = [n for n in range(1, rows + 1) if rows % n == 0]
-    yield from sorted({min(fits, key=lambda n: abs(math.log(n / (stages * 2**k)))) for k in range(_SIZES)})
+    return sorted({min(fits, key=lambda n: abs(math.log(n / (stages * fill)))) for fill in _FILLS})
 
 
 def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
@@ -76,79 +103,93 @@ def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Re
         try:
             if share < 1.0:
                 plan = inside(replace(freer, memory_budget=peak - round((1 - share) * saved)))
-            return _cut(turned, plan, units, request, asked)
+            return _Cutting(turned, plan, units, request, asked).plan()
         except Infeasible as e:
             letter = letter or e
     assert letter is not None
     raise letter
 
 
-def _cut(graph: Graph, plan: Plan, units: Units, request: Request, asked: Asked) -> Plan:
-    """The plan with the fastest stages that fit in the budget."""
-    search = plan.search
-    assert isinstance(search, PricedSpace) and search.counted is not None
-    found = by_block(search.counted.space, search.point, units)
-    whole = asked.whole(plan.mesh)
-    borders = _borders(graph, plan, units)
-    seconds = _seconds(request, whole, asked.axis, borders)
-    atoms = _atoms(found, units, seconds)
-    starts = _starts(units, asked)
-    names = [name for name in ORDERS if name != "gpipe"] if asked.schedule == "auto" else [asked.schedule]
-    each = asked.stages_each or 2
-    if asked.cuts:
-        each = len(starts) // int(asked.size)
-        names = [name for name in names if each == 1 or name in _SEVERAL]
-    room = request.budget - max(found.runs(*ends) for ends in pairwise((*starts, len(units.names))))
-    choice = best_cuts(
-        _merged(atoms, starts), int(asked.size), plan.microbatches, names, each, room - 2 * max(borders, default=0.0)
-    )
-    firsts = [starts[at] for at in accumulate(choice.cut, initial=0) if at < len(starts)]
-    ends = list(pairwise((*firsts, len(units.names))))
-    figures = tuple(
-        StageFigures(
-            units.names[a:z],
+class _Cutting:
+    """One plan of the whole program, and the cuts of it that fit in the budget."""
+
+    def __init__(self, graph: Graph, plan: Plan, units: Units, request: Request, asked: Asked) -> None:
+        search = plan.search
+        assert isinstance(search, PricedSpace) and search.counted is not None
+        self.whole_plan = plan
+        self.units = units
+        self.request = request
+        self.asked = asked
+        self.coordinates = int(asked.size)
+        self.found = by_block(search.counted.space, search.point, units)
+        self.mesh = asked.whole(plan.mesh)
+        self.borders = _borders(graph, plan, units)
+        self.seconds = _seconds(request, self.mesh, asked.axis, self.borders)
+        self.starts = _starts(units, asked)
+
+    def plan(self) -> Plan:
+        """The plan with the fastest stages."""
+        choice = self._choice()
+        firsts = [self.starts[at] for at in accumulate(choice.cut, initial=0) if at < len(self.starts)]
+        ends = list(pairwise((*firsts, len(self.units.names))))
+        memory, most = _memory(self.found, ends, choice, self.borders)
+        place = choice.order.place
+        once = np.zeros(self.coordinates)
+        for (a, z), at in zip(ends, place, strict=True):
+            once[at] += self.found.once[a:z].sum()
+        pipeline = Pipeline(
+            self.mesh,
+            self.asked.axis,
+            choice.name,
+            place,
+            tuple(self.units.names[a] for a in firsts[1:]),
+            choice.order.texts(),
+            choice.run.idle,
+            tuple(self._figures(choice, s, a, z, most[place[s]]) for s, (a, z) in enumerate(ends)),
+        )
+        plan = self.whole_plan
+        step = choice.run.seconds + float(once.max())
+        least = (choice.bound + float(once.mean())) * (1.0 - plan.gap)
+        return replace(
+            plan,
+            pipeline=pipeline,
+            step_time_s=step,
+            lower_bound_s=min(least, step),
+            bound_of=(
+                f"on {self.coordinates} coordinates of stages in {plan.microbatches} micro-batches, wherever cut,"
+            ),
+            memory=memory,
+            budget=self.request.budget,
+            sources={name: seconds * step / plan.step_time_s for name, seconds in plan.sources.items()},
+            peak_at=f"stage {max(range(len(place)), key=lambda stage: most[place[stage]])}",
+        )
+
+    def _choice(self) -> Choice:
+        """The fastest cut and order that fit."""
+        asked = self.asked
+        names = [name for name in ORDERS if name != "gpipe"] if asked.schedule == "auto" else [asked.schedule]
+        each = asked.stages_each or 2
+        if asked.cuts:
+            each = len(self.starts) // self.coordinates
+            names = [name for name in names if each == 1 or name in _SEVERAL]
+        runs = max(self.found.runs(*ends) for ends in pairwise((*self.starts, len(self.units.names))))
+        room = self.request.budget - runs - 2 * max(self.borders, default=0.0)
+        atoms = _merged(_atoms(self.found, self.units, self.seconds), self.starts)
+        return best_cuts(atoms, self.coordinates, self.whole_plan.microbatches, names, each, room)
+
+    def _figures(self, choice: Choice, stage: int, a: int, z: int, peak: int) -> StageFigures:
+        found = self.found
+        return StageFigures(
+            self.units.names[a:z],
             float(found.forward[a:z].sum()),
             float(found.inward[a:z].sum()),
             float(found.weights[a:z].sum()),
-            seconds[z - 1] if z < len(units.names) else 0.0,
+            self.seconds[z - 1] if z < len(self.units.names) else 0.0,
             round(sum(found.stands(a, z).values())),
             round(float(found.saved[a:z].sum())),
             choice.run.saved[stage],
+            peak,
         )
-        for stage, (a, z) in enumerate(ends)
-    )
-    place = choice.order.place
-    memory, most = _memory(found, ends, choice, borders)
-    pipeline = Pipeline(
-        whole,
-        asked.axis,
-        choice.name,
-        place,
-        tuple(units.names[a] for a in firsts[1:]),
-        choice.order.texts(),
-        choice.run.idle,
-        tuple(replace(stage, peak_bytes=most[at]) for stage, at in zip(figures, place, strict=True)),
-    )
-    once = max(
-        sum(float(found.once[a:z].sum()) for (a, z), of in zip(ends, place, strict=True) if of == at) for at in place
-    )
-    step = choice.run.seconds + once
-    least = (choice.bound + float(found.once.sum()) / int(asked.size)) * (1.0 - plan.gap)
-    bound_of = f"on {asked.size} coordinates of stages and {plan.microbatches} micro-batches, wherever they are cut"
-    return replace(
-        plan,
-        pipeline=pipeline,
-        step_time_s=step,
-        lower_bound_s=min(least, step),
-        bound_of=bound_of,
-        memory=memory,
-        budget=request.budget,
-        sources={name: seconds * step / plan.step_time_s for name, seconds in plan.sources.items()},
-        peak_at=f"stage {max(range(len(place)), key=lambda stage: most[place[stage]])}",
-    )
-
-
-_SEVERAL = ("interleaved", "zb-v", "dualpipe-v", "greedy")  # orders that have several stages on a coordinate
 
 
 def _starts(units: Units, asked: Asked) -> list[int]:

@@ -34,7 +34,6 @@ from autopar.progress import caution, detail
 from autopar.runtime.collectives import convert
 from autopar.solver.plan import Plan
 from autopar.space.schedule import schedule_of, travels_alone
-from autopar.stages.cuts import labels_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +57,11 @@ class Lowered:
     ending: Ending | None = None  # the program that runs once after all turns, where there are turns
     stages: tuple[LoweredStage, ...] = ()  # this rank's stages of a pipeline
     staged: StagedProgram | None = None
+
+    @property
+    def own(self) -> LocalProgram:
+        """The program whose halves are `joint`."""
+        return self.stages[0].of.program if self.stages else self.program
 
     @property
     def joints(self) -> tuple[Joint, ...]:
@@ -108,7 +112,9 @@ def lower(
 ) -> Lowered:
     """The program of the device at `coordinate` of the plan's mesh; its forward alone without `gradients`.
 
-    `place` is its coordinate on the axis of a pipeline. `rows` names the inputs of which every rank passes its own rows. Unless certificates are switched off, the program
+    `place` is its coordinate on the axis of a pipeline.
+
+    `rows` names the inputs of which every rank passes its own rows. Unless certificates are switched off, the program
     is certified and its local forms are held to what they are priced by, or it is refused by a letter. What the
     certificate leaves untyped is said, and stands in the plan's text.
     """
@@ -178,14 +184,11 @@ def _lowered(
     ending = lowered_ending(parts, crossings.local_type, device)
     if plan.pipeline is None:
         return Lowered(graph, plan, parts.turn, lowering(parts.turn, (parts.seed,)), rows, ending)
-    labels = labels_of(list(parts.turn.fx.nodes), plan.pipeline.firsts)
-    staged = in_stages(parts.turn, labels, crossings, plan.pipeline.at(place))
-    stages = []
-    for of in staged.programs:
-        is_last = of.stage == labels.stages - 1
-        ends = [*of.differentiable, *([len(of.leaves) + parts.seed] if is_last else [])]
-        stages.append(LoweredStage(of, lowering(of.program, ends), ending if is_last else None))
-    return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, tuple(stages), staged)
+    staged = in_stages(parts, plan.pipeline, crossings, place)
+    stages = tuple(
+        LoweredStage(of, lowering(of.program, of.ends), ending if of.is_last else None) for of in staged.programs
+    )
+    return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, stages, staged)
 
 
 def _interface(

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from autopar.codegen.local import LocalProgram
+from autopar.codegen.turn_programs import InTwo
 from autopar.graph.graph import Info, TensorType, info
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow, Sharding, local_shape
 from autopar.sharding.strategies import gradients, values
 from autopar.solver.decision import conversion_name
 from autopar.solver.plan import Plan
-from autopar.stages.cuts import Labels
+from autopar.stages.cuts import Labels, labels_of
+from autopar.stages.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +45,17 @@ class StageProgram:
     program: LocalProgram
     arrives: tuple[Crossing, ...]
     leaves: tuple[Crossing, ...]
+    seed: int | None = None  # index of the result from which backward starts, of the last stage
 
     @property
-    def differentiable(self) -> list[int]:
-        """Indices of the results of which gradients come back."""
-        return [i for i, crossing in enumerate(self.leaves) if crossing.type.requires_grad]
+    def is_last(self) -> bool:
+        return self.seed is not None
+
+    @property
+    def ends(self) -> list[int]:
+        """Indices of the results at which gradients arrive."""
+        back = [i for i, crossing in enumerate(self.leaves) if crossing.type.requires_grad]
+        return back if self.seed is None else [*back, self.seed]
 
 
 class Crossings:
@@ -92,8 +100,10 @@ class StagedProgram:
     readers: Mapping[str, tuple[int, ...]]  # parameter -> the stages that read it
 
 
-def in_stages(turn: LocalProgram, labels: Labels, crossings: Crossings, wanted: Sequence[int]) -> StagedProgram:
-    """The program of a micro-batch in stages, of which the `wanted` ones are written."""
+def in_stages(parts: InTwo, pipeline: Pipeline, crossings: Crossings, place: int) -> StagedProgram:
+    """The program of a micro-batch in stages, of which those at one coordinate are written."""
+    turn = parts.turn
+    labels = labels_of(list(turn.fx.nodes), pipeline.firsts)
     ends: list[fx.Node] = list(turn.fx.output_node().args[0])
     last = labels.stages - 1
     nodes = [n for n in turn.fx.nodes if n.op == "call_function"]
@@ -107,11 +117,12 @@ def in_stages(turn: LocalProgram, labels: Labels, crossings: Crossings, wanted: 
                 readers.setdefault(node, []).append(stage)
     found = tuple(crossings.between(n, labels.stage[n], readers[n]) for n in nodes if n in readers)
     made = []
-    for stage in wanted:
+    for stage in pipeline.at(place):
         arrives = tuple(c for c in found if stage in c.readers)
         leaves = tuple(c for c in found if c.source == stage)
-        program = _program(turn, held[stage], arrives, leaves, ends if stage == last else ())
-        made.append(StageProgram(stage, program, arrives, leaves))
+        is_last = stage == last
+        program = _program(turn, held[stage], arrives, leaves, ends if is_last else ())
+        made.append(StageProgram(stage, program, arrives, leaves, len(leaves) + parts.seed if is_last else None))
     of_parameters = {
         info(n).key: tuple(stage for stage, own in enumerate(held) if not own.isdisjoint(n.users))
         for n in turn.fx.nodes
@@ -144,22 +155,14 @@ def _program(
     types: dict[str, TensorType] = {}
     nodes = {n.name: n for n in turn.fx.nodes}
     read = {a for n in own for a in n.all_input_nodes}.union(ends)
-    tops = [n for n in nodes.values() if n.op == "placeholder" and n in read]
-    kinds = {kind: [n for n in tops if info(n).kind == kind] for kind in ("input", "parameter", "buffer", "random key")}
-
-    def top(node: fx.Node, type_: TensorType, about: Info) -> None:
+    tops = [n for n in turn.fx.find_nodes(op="placeholder") if n in read]
+    inputs = [n for n in tops if info(n).kind == "input"]
+    come = {nodes[crossing.name]: crossing.type for crossing in arrives}
+    for node in (*inputs, *come, *(n for n in tops if n not in inputs)):
         env[node] = made.placeholder(node.name)
-        env[node].meta["info"] = about
-        types[env[node].name] = type_
-
-    for node in kinds["input"]:
-        top(node, turn.types[node.name], info(node))
-    for crossing in arrives:
-        source = nodes[crossing.name]
-        top(source, crossing.type, Info(info(source).key, "input", info(source).outputs))
-    for kind in ("parameter", "buffer", "random key"):
-        for node in kinds[kind]:
-            top(node, turn.types[node.name], info(node))
+        about = info(node)
+        env[node].meta["info"] = Info(about.key, "input", about.outputs) if node in come else about
+        types[env[node].name] = come[node] if node in come else turn.types[node.name]
     for node in turn.fx.nodes:
         if node in own:
             env[node] = made.node_copy(node, env.__getitem__)
@@ -167,10 +170,10 @@ def _program(
     return replace(
         turn,
         fx=made,
-        inputs=(*(str(n.target) for n in kinds["input"]), *(c.name for c in arrives)),
-        parameters=tuple(info(n).key for n in kinds["parameter"]),
-        buffers=tuple(info(n).key for n in kinds["buffer"]),
+        inputs=tuple(n.name for n in (*inputs, *come)),
+        parameters=tuple(info(n).key for n in tops if info(n).kind == "parameter"),
+        buffers=tuple(info(n).key for n in tops if info(n).kind == "buffer"),
         types=types,
         outputs=(*(c.value for c in leaves), *(turn.outputs if ends else ())),
-        is_random=bool(kinds["random key"]),
+        is_random=any(info(n).kind == "random key" for n in tops),
     )

@@ -206,19 +206,24 @@ class Runner:
         self.waiting = waiting
         self.axes = self._axes()
         self.primals = Primals(lowered.program, lowered.joint, setup.storage)
-        self._bind(lowered)
+        own = lowered.own
+        self.halves = Halves(lowered.joint, own, self.axes, setup.how.backend)
+        self.settlement = Settlement(self.halves, dict(enumerate(own.parameters, len(own.inputs))))
         self.outputs = lowered.joint.outputs
         self.differentiable = lowered.joint.differentiable
         self.shardings = lowered.program.outputs
         self.tangents = tangents_of(lowered.joint)
         self.backwards = 0  # number of backwards checked
 
-    def _bind(self, lowered: Lowered) -> None:
-        """Bind the halves to this rank."""
-        self.halves = Halves(lowered.joint, lowered.program, self.axes, self.setup.how.backend)
-        self.settlement = Settlement(self.halves, self.primals.names)
-        self.gets: tuple[int, ...] = lowered.joint.gradients  # primals that get a gradient
-        self.waits: tuple[int, ...] = lowered.joint.waits  # places in `gets` of gradients that wait for their reduction
+    @property
+    def gets(self) -> tuple[int, ...]:
+        """The primals that get a gradient."""
+        return self.joint.gradients
+
+    @property
+    def waits(self) -> tuple[int, ...]:
+        """The places in `gets` of gradients that wait for their reduction."""
+        return self.joint.waits
 
     def _axes(self) -> dict[str, Any]:
         """The axes of collectives and parts, by name."""

@@ -38,7 +38,10 @@ class StageOnRank:
         self.is_last = lowered.ending is not None
         program = lowered.of.program
         whole = runner.program
-        self.halves = Halves(lowered.joint, program, runner.axes, runner.setup.how.backend)
+        is_first = lowered.joint is runner.joint
+        self.halves = (
+            runner.halves if is_first else Halves(lowered.joint, program, runner.axes, runner.setup.how.backend)
+        )
         places = {n.name: i for i, n in enumerate(whole.fx.find_nodes(op="placeholder"))}
         first = len(program.inputs)
         tops = [n.name for n in program.fx.find_nodes(op="placeholder")]
@@ -46,7 +49,7 @@ class StageOnRank:
         self.held = [places[name] for name in tops[first:]]
         names = dict(enumerate(program.parameters, first))
         self.settlement = Settlement(self.halves, names)
-        stored = {name: place for name, place in zip(program.parameters, self.held, strict=False)}
+        stored = dict(zip(program.parameters, self.held, strict=False))
         self.gets = [stored[name] for name in self.settlement.names]
         self.tangents = tangents_of(lowered.joint)
         # the place among the results of backward of the gradient of each arrival
@@ -101,30 +104,31 @@ class InStages(InTurns):
 
     def __init__(self, lowered: Lowered, setup: Setup, waiting: Waiting) -> None:
         super().__init__(lowered, setup, waiting)
-        self.shapes = [
-            local_shape(type_.shape, lies, lowered.plan.mesh, setup.mesh.get_coordinate())
-            for type_, lies in zip(info(lowered.graph.output).outputs, self.parts, strict=True)
-        ]
-
-    def _bind(self, lowered: Lowered) -> None:
         pipeline = lowered.plan.pipeline
-        assert pipeline is not None and lowered.staged is not None and self.setup.line is not None
-        self.line = self.setup.line
+        assert pipeline is not None and lowered.staged is not None and setup.line is not None
+        self.line = setup.line
         self.place = pipeline.place
         self.order = Order.of(pipeline.place, lowered.graph.turns, pipeline.orders).at(self.line.index)
-        self.last = len(pipeline.place) - 1
         stages = [StageOnRank(stage, self) for stage in lowered.stages]
         self.stages = {stage.number: stage for stage in stages}
-        self.halves = stages[0].halves
         stored = {name: coordinates_of(read, self.place) for name, read in lowered.staged.readers.items()}
         sharing = {name: at for name, at in stored.items() if len(at) > 1}
         self.settlement = StageSettlement(stages, self.line, sharing)
-        gets = [i for stage in stages for i in stage.gets]
-        self.waits = tuple(range(len(gets)))
         types = list(lowered.program.types.values())
         names = self.primals.names.items()
-        self.elsewhere = [i for i, name in names if self.line.index not in stored[name] and types[i].requires_grad]
-        self.gets = (*gets, *self.elsewhere)
+        wants = [i for i, name in names if self.line.index not in stored[name] and types[i].requires_grad]
+        self.elsewhere = {i: types[i].torch_dtype for i in wants}  # parameters of other ranks' stages
+        coordinate = setup.mesh.get_coordinate()
+        whole = zip(info(lowered.graph.output).outputs, self.parts, strict=True)
+        self.shapes = [local_shape(type_.shape, lies, lowered.plan.mesh, coordinate) for type_, lies in whole]
+
+    @property
+    def gets(self) -> tuple[int, ...]:
+        return (*(i for stage in self.stages.values() for i in stage.gets), *self.elsewhere)
+
+    @property
+    def waits(self) -> tuple[int, ...]:
+        return tuple(range(len(self.settlement.names)))
 
     def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
         """Outputs, then what the ending saves for backward, then the gradients that turns have added up."""
@@ -223,12 +227,12 @@ class InStages(InTurns):
     # -- the end of a step
 
     def _sums(self, left: list[list[Tensor]]) -> list[Tensor]:
-        mine = super()._sums(left) if self.line.index == self.place[self.last] else None
+        mine = super()._sums(left) if self.line.index == self.place[-1] else None
         types = self.ending.program.types.values()
         return [self._of_all(None if mine is None else mine[i], t.shape, t.torch_dtype) for i, t in enumerate(types)]
 
     def _output(self, place: int, at: int, left: list[list[Tensor]]) -> Tensor:
-        mine = super()._output(place, at, left) if self.line.index == self.place[self.last] else None
+        mine = super()._output(place, at, left) if self.line.index == self.place[-1] else None
         type_ = info(self.graph.output).outputs[place]
         shape = list(self.shapes[place])
         name = self.graph.result_names[place]
@@ -241,7 +245,7 @@ class InStages(InTurns):
         """A value of the last stage on every rank."""
         if value is None:
             value = torch.empty(tuple(shape), dtype=dtype, device=self.setup.device)
-        return self.line.of_all(value.contiguous(), self.place[self.last])
+        return self.line.of_all(value.contiguous(), self.place[-1])
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """The gradients that turns have added up, scaled; of parameters that are elsewhere, this rank's empty part."""

@@ -45,7 +45,7 @@ def _bytes(
     unit_of = [units.of.get(site.name, 0) for site in space.sites]
     of_time = np.array([unit_of[op.site] for op in memory.passages.ops], int)
     standing = {kind: np.zeros(count) for kind in STANDING}
-    gathered, saved, waiting, busy = (np.zeros(count) for _ in range(4))
+    gathered, busy = np.zeros(count), np.zeros(count)
     for piece in memory.pieces:
         edge = space.edges[piece.place] if piece.is_edge else None
         amount = float(piece.bytes[edge.place(point.picked) if edge else point.picked[piece.place]])
@@ -54,16 +54,7 @@ def _bytes(
             standing[piece.kind][unit] += amount
         elif piece.kind == "gathered parameters" and piece.first < ops <= piece.last:
             gathered[unit] += amount
-    line = Timeline.of(space, point.picked, point.held, point.momentary)
-    left = line.saved(line.again(point.recomputed))
-    for run in line.runs:  # a value is saved by the block whose backward reads it first in forward's order
-        unit = of_time[run.time]
-        if units.weights.get(run.name, 0.0):
-            waiting[unit] += sum(float(line.bytes[v]) for v in (*run.keeps, *run.makes))
-        saved[unit] += sum(float(line.bytes[v]) for v in run.keeps if v in left)
-        left -= set(run.keeps)
-    for value in left:
-        saved[of_time[line.runs[line.made_by[value]].time]] += float(line.bytes[value])
+    saved, waiting = _saved(space, point, units, of_time)
     before = np.concatenate([[0.0], np.cumsum(gathered + saved)[:-1]])
     stands = sum(float(of_kind.sum()) for of_kind in standing.values())
     for unit in range(count):
@@ -71,3 +62,22 @@ def _bytes(
         if len(own):
             busy[unit] = float(point.held[[*own, *(2 * ops - 1 - own)]].max()) - stands - float(before[unit])
     return standing, gathered, saved, waiting, busy
+
+
+def _saved(space: Space, point: Point, units: Units, of_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of a micro-batch by block: those that backward needs, and those of it that gradients of parameters need.
+
+    A value is saved by the block whose backward reads it, the first in forward's order.
+    """
+    saved, waiting = np.zeros(len(units.names)), np.zeros(len(units.names))
+    line = Timeline.of(space, point.picked, point.held, point.momentary)
+    left = set(line.saved(line.again(point.recomputed)))
+    for run in line.runs:
+        unit = of_time[run.time]
+        if units.weights.get(run.name, 0.0):
+            waiting[unit] += float(line.bytes[[*run.keeps, *run.makes]].sum())
+        saved[unit] += float(line.bytes[[v for v in run.keeps if v in left]].sum())
+        left -= set(run.keeps)
+    for value in left:
+        saved[of_time[line.runs[line.made_by[value]].time]] += float(line.bytes[value])
+    return saved, waiting

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.letters import NotServed, among
+from autopar.runtime.world import world_size
 from autopar.sharding.mesh import DeviceMesh
 from autopar.stages.orders import ORDERS
 from autopar.stages.pipeline import stage_mesh
@@ -57,8 +58,6 @@ def stages_asked(mesh: Any, pipeline: Any, parallel: Any) -> tuple[Any, Asked | 
         assert asked.mesh is not None
         return stage_mesh(given, asked.axis), asked, parallel
     if given is None:
-        from autopar.runtime.world import world_size  # a plan needs no process group
-
         given = world_size()
     if asked.size == "auto":
         return int(given), asked, parallel
