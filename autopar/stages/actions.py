@@ -67,7 +67,7 @@ class Order:
         return Order(tuple(place), turns, tuple(tuple(map(Action.of, text.split())) for text in texts))
 
     def most_held(self, saved: Sequence[float], kept: Sequence[float]) -> tuple[float, ...]:
-        """The most of each coordinate: each turn holds `saved` of its stage from F to B or I, `kept` from I to W."""
+        """The most that each coordinate holds: a turn `saved` from F to B or I, and `kept` from I to W."""
         late = [k - s for s, k in zip(saved, kept)]
         changes = {"F": saved, "B": [-s for s in saved], "I": late, "W": [-k for k in kept]}
         found = []

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
@@ -38,7 +39,13 @@ class Block:
     kept: float = 0.0
 
     def __add__(self, other: Block) -> Block:
-        return Block(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Block)))
+        return Block(*(getattr(self, name) + getattr(other, name) for name in _FIELDS))
+
+    def __sub__(self, other: Block) -> Block:
+        return Block(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
+
+
+_FIELDS = [field.name for field in fields(Block)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +71,18 @@ class Atoms:
     def prices(self, cut: Sequence[int]) -> tuple[Prices, list[Block]]:
         """Prices of the stages that have these numbers of blocks, and each stage as one block."""
         ends = list(accumulate(cut, initial=0))
-        sums = [self.sums(field.name) for field in fields(Block)]
-        stages = [Block(*(of[z] - of[a] for of in sums)) for a, z in pairwise(ends)]
+        before = [Block(*amounts) for amounts in zip(*map(self.sums, _FIELDS))]
+        stages = [before[z] - before[a] for a, z in pairwise(ends)]
         prices = [StagePrices(s.forward, *self.backward(a, s.inward, s.weights)) for a, s in zip(ends, stages)]
         at = self.transfer
         return Prices(tuple(prices), tuple(at[z - 1] for z in ends[1:-1]) if isinstance(at, tuple) else at), stages
 
     def backward(self, before: int, inward: float, weights: float) -> tuple[float, float]:
-        """What the stage before waits for, and the rest, of a stage that begins after `before` blocks."""
+        """Seconds of both parts of the backward of a stage that begins after `before` blocks."""
         return (inward, weights) if before > self.frozen else (0.0, inward + weights)
 
     def sums(self, field: str) -> list[float]:
-        """Of the blocks before each border, the first and the last among them."""
+        """A field of the blocks before each border added up, from none to all of them."""
         return list(accumulate((getattr(block, field) for block in self.blocks), initial=0.0))
 
     @property
@@ -106,17 +113,19 @@ def bound(
 
 
 def condition_of(atoms: Atoms, p: int, n: int, is_split: bool) -> Callable[[int, int, int, float], float]:
-    """The bound of one stage by its number, the blocks before it, those up to its end, and the turns that it holds."""
+    """The bound by one stage, as a function of its number, its first and last border, and its cap."""
     fs, gs, ws = map(atoms.sums, ("forward", "inward", "weights"))
     if not is_split:
         gs = [g + w for g, w in zip(gs, ws)]
         ws = [0.0] * len(ws)
-    hop, all_blocks = atoms.least_transfer, len(atoms.blocks)
-    behind_all = ws[min(atoms.frozen + 1, all_blocks)] - ws[min(atoms.frozen, all_blocks)]
+    hop = atoms.least_transfer
+    ends_with = ws[min(atoms.frozen + 1, len(atoms.blocks))] - ws[min(atoms.frozen, len(atoms.blocks))]
 
     def condition(r: int, a: int, z: int, k: float) -> float:
-        f, g, w = fs[z] - fs[a], gs[z] - gs[a], ws[z] - ws[a]
-        back = gs[a] + behind_all + hop * r
+        f = fs[z] - fs[a]
+        g = gs[z] - gs[a]
+        w = ws[z] - ws[a]
+        back = gs[a] + ends_with + hop * r
         if is_split:
             g, w = atoms.backward(a, g, w)
         head = fs[a] + hop * r
@@ -137,15 +146,16 @@ class CutsByBound:
 
     def __init__(self, blocks: int, stages: int, condition: Callable[[int, int, int], float]) -> None:
         self.stages = stages
-        self.costs: list[list[list[tuple[int, float]]]] = [[[] for _ in range(blocks)] for _ in range(stages)]
+        self.costs: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
         self.least = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
         self.squares = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
         self.least[stages][blocks] = self.squares[stages][blocks] = 0.0
         for r in reversed(range(stages)):
-            for a in range(r, blocks - (stages - 1 - r)) if r else (0,):
-                for z in range(a + 1, blocks - (stages - 2 - r)) if r < stages - 1 else (blocks,):
+            behind = stages - 1 - r  # each of them needs a block
+            for a in range(r, blocks - behind) if r else (0,):
+                for z in range(a + 1, blocks - behind + 1) if behind else (blocks,):
                     cost = condition(r, a, z)
-                    self.costs[r][a].append((z, cost))
+                    self.costs[r, a].append((z, cost))
                     self.least[r][a] = min(self.least[r][a], max(cost, self.least[r + 1][z]))
                     self.squares[r][a] = min(self.squares[r][a], cost * cost + self.squares[r + 1][z])
 
@@ -155,13 +165,14 @@ class CutsByBound:
         heap = [(self.least[0][0], self.squares[0][0], 0.0, 0.0, (0,))]
         while heap:
             worst, _, most, squares, ends = heapq.heappop(heap)
-            r, a = len(ends) - 1, ends[-1]
+            r = len(ends) - 1
             if worst == math.inf:
                 return
             if r == self.stages:
                 yield worst, tuple(z - a for a, z in pairwise(ends))
                 continue
-            for z, cost in self.costs[r][a]:
-                new, square = max(most, cost), squares + cost * cost
+            for z, cost in self.costs[r, ends[-1]]:
+                new = max(most, cost)
+                square = squares + cost * cost
                 key = max(new, self.least[r + 1][z]), square + self.squares[r + 1][z]
                 heapq.heappush(heap, (*key, new, square, (*ends, z)))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from autopar.stages.actions import Action, Order, Prices
 
-_KINDS = "IFW"  # in order of rank among those that may begin at one time
-_STEPS = {"F": 1, "I": -1}  # to the stage that waits for what this kind gives
+_KINDS = "IFW"  # The first goes first where several may begin at one time.
+_STEPS = {"F": 1, "I": -1}  # The stage that waits for a forward is the next, for gradients the one before.
 
 
 def listed(place: tuple[int, ...], turns: int, prices: Prices, caps: Sequence[int]) -> Order:
@@ -26,14 +26,19 @@ def listed(place: tuple[int, ...], turns: int, prices: Prices, caps: Sequence[in
 class _Listing:
     def __init__(self, place: tuple[int, ...], turns: int, prices: Prices, caps: Sequence[int]) -> None:
         stages = range(len(place))
-        self.place, self.turns, self.prices, self.caps = place, turns, prices, caps
+        self.place = place
+        self.turns = turns
+        self.prices = prices
+        self.caps = caps
         self.hops = prices.hops(place)
-        self.own = [[s for s in stages if place[s] == r] for r in range(max(place) + 1)]
+        self.own: list[list[int]] = [[] for _ in range(max(place) + 1)]
+        for s in stages:
+            self.own[place[s]].append(s)
         self.free = [0.0] * len(self.own)
         self.held = [0] * len(self.own)
         self.actions: list[list[Action]] = [[] for _ in self.own]
         self.next = {kind: [0] * len(place) for kind in _KINDS}  # turns
-        self.came: dict[str, list[list[float]]] = {kind: [[] for _ in stages] for kind in _KINDS}  # seconds, by turn
+        self.came: dict[str, list[list[float]]] = {kind: _none_yet(place) for kind in _KINDS}  # seconds, by turn
         self.came["F"][0] = [0.0] * turns
         channels: dict[tuple[str, int, int], deque[int]] = {}
         self.queues: dict[tuple[str, int], deque[int]] = {}  # stages that messages of a stage's channel go to
@@ -62,7 +67,8 @@ class _Listing:
             # A slot is left for each later stage of the coordinate: what waits there ends the turns that are held.
             is_full = self.held[r] >= self.caps[r] - later
             for rank, kind in enumerate(_KINDS):
-                turn, queue = self.next[kind][s], self.queues.get((kind, s))
+                turn = self.next[kind][s]
+                queue = self.queues.get((kind, s))
                 is_there = turn < len(self.came[kind][s]) and (not queue or queue[0] == s)
                 if is_there and not (kind == "F" and is_full):
                     found.append((max(self.free[r], self.came[kind][s][turn]), rank, -s))
@@ -85,3 +91,7 @@ class _Listing:
             self.came[kind][reader].append(end + self.hops[min(stage, reader)])
             if (kind, reader) in self.queues:
                 self.queues[kind, reader].append(reader)
+
+
+def _none_yet(place: tuple[int, ...]) -> list[list[float]]:
+    return [[] for _ in place]

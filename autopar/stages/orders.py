@@ -60,9 +60,8 @@ def _looped(lead: Callable[[int], int | None], is_split: bool = False) -> _Maker
             ahead = n * each if further is None else min((each - 1) * sizes[0] + further, n * each)
             late = r
             if caps is not None:
-                ahead = min(
-                    ahead, min(caps[: r + 1]) - 1
-                )  # those behind run no further ahead: they would wait for ever
+                # A coordinate that ran further ahead than those before it would wait for forwards that wait for it.
+                ahead = min(ahead, min(caps[: r + 1]) - 1)
                 late = min(late, caps[r] - 1 - ahead)
             for k in range(-ahead, n * each + late):
                 if k + ahead < n * each:
@@ -94,7 +93,7 @@ def _dualpipe_v(p: int, r: int, n: int) -> str:
 
 
 def _on_a_v(phases: Callable[[int, int, int], str]) -> _Maker:
-    """Stages go down the coordinates and up again; phases serve twice as many turns as coordinates, and more.
+    """Stages go down the coordinates and up again; phases serve two turns a coordinate, and more.
 
     An order for more turns with some left out is an order for the others: what waited has less to wait for.
     """
@@ -105,7 +104,8 @@ def _on_a_v(phases: Callable[[int, int, int], str]) -> _Maker:
             turns = {(kind, part): iter(range(2 * p + n)) for kind in "FB" for part in stages}
             waiting: list[tuple[str, int]] = []
             for token in phases(p, r, max(n, 2 * p)).split():
-                kind, part = token[0], token[1:]
+                kind = token[0]
+                part = token[1:]
                 if kind == "W":
                     part, turn = next(late for late in waiting if part in ("", late[0]))
                     waiting.remove((part, turn))

@@ -20,7 +20,7 @@ from autopar.letters import BadOrder
 from autopar.stages.actions import Action, Order
 
 Borders = Iterable[tuple[int, int]]
-_NEEDS = {"F": "", "B": "F", "I": "F", "W": "I"}  # what of a turn has to be done before, and nothing else
+_NEEDS = {"F": "", "B": "F", "I": "F", "W": "I"}  # Before an action, this is the last of its stage and turn.
 _Place = tuple[int, int]  # coordinate and index
 
 
@@ -37,7 +37,7 @@ class Proof:
 
 
 def prove(order: Order, limits: Sequence[int] | None = None, borders: Borders | None = None) -> Proof:
-    """What is proven of the order, or a letter that names a coordinate and an action.
+    """Prove the order, or raise a letter that names a coordinate and an action.
 
     `limits` are the most turns of stages that each coordinate may hold. `borders` are pairs of stages of which the
     second reads what the first gives: those of a chain unless said.
@@ -97,11 +97,14 @@ class _Waits:
             to = near[is_forward == is_reader, action.stage] if action.kind != "W" else []
             return [places[is_forward, stage, action.turn] for stage in to]
 
-        self.sources = [[ends(action, False) for action in actions] for actions in order.actions]
-        self.readers = [[ends(action, True) for action in actions] for actions in order.actions]
+        self.sources: list[list[list[_Place]]] = []
+        self.readers: list[list[list[_Place]]] = []
+        for actions in order.actions:
+            self.sources.append([ends(action, False) for action in actions])
+            self.readers.append([ends(action, True) for action in actions])
 
     def stuck(self, ahead: int | None = None) -> list[int] | None:
-        """Indices at which coordinates are stuck, or None; with `ahead`, sends wait for receives posted so early."""
+        """Indices of stuck coordinates, or None; with `ahead`, sends wait for receives posted so early."""
         counts = [len(actions) for actions in self.order.actions]
         now = [0] * len(counts)
         has_run = [False] * len(counts)  # the action at `now`, which may still wait in its sends

@@ -43,7 +43,7 @@ def best_cuts(
     budget: float = math.inf,
     most: int = 50,
 ) -> Choice:
-    """The fastest cut by simulation, of the `most` of least bound for each order, and of cuts one block from the best.
+    """Find the fastest cut by simulation, of the `most` of least bound and those one block from the best.
 
     No coordinate holds more than `budget` bytes: an order that takes more is tried with fewer turns in flight first.
     `stages_each` is for the orders that have any number of stages a coordinate. The greedy order is made for the best
@@ -51,10 +51,13 @@ def best_cuts(
     """
     search = _Search(atoms, coordinates, turns, budget)
     each = {"interleaved": stages_each, "zb-v": 2, "dualpipe-v": 2}
-    tried = [one for name in names if name != "greedy" for one in search.best(name, each.get(name, 1), most)]
+    tried: list[_Tried] = []
+    for name in names:
+        tried += search.best(name, each.get(name, 1), most) if name != "greedy" else []
     if "greedy" in names:
-        cuts = [one.cut for one in tried] or [search.even(part) for part in (1, stages_each)]
-        tried += [one for one in (search.tried("greedy", cut) for cut in cuts) if one is not None]
+        cuts = [one.cut for one in tried] or [search.even(part) for part in {1, stages_each}]
+        listed = [search.tried("greedy", cut) for cut in cuts if min(cut)]
+        tried += [one for one in listed if one is not None]
     if not tried:
         raise Infeasible(f"no cut into stages on {coordinates} coordinates fits in {budget:.4g} bytes a device")
     return search.choice(min(tried, key=lambda one: one.seconds))
@@ -79,34 +82,38 @@ class _Search:
         self.coordinates = coordinates
         self.turns = turns
         self.budget = budget
-        self.is_best = True
+        self.open = math.inf  # No cut that was not simulated is faster.
         self.steps = lru_cache(maxsize=None)(self._steps)
 
     def even(self, each: int) -> tuple[int, ...]:
         """The cut whose stages differ by one block at most."""
-        stages, blocks = self.coordinates * each, len(self.atoms.blocks)
+        stages = self.coordinates * each
+        blocks = len(self.atoms.blocks)
         return tuple((s + 1) * blocks // stages - s * blocks // stages for s in range(stages))
 
     def best(self, name: str, each: int, most: int) -> list[_Tried]:
-        """The fastest cut found in one order, if any: those of least bound first, until no other can be faster."""
+        """Find the fastest cut in one order, if any: least bound first, until no other can be faster."""
         tried: dict[tuple[int, ...], _Tried] = {}
-        least, is_best = math.inf, each == 1
+        least = math.inf
+        is_done = each == 1
         for k, (lower, cut) in enumerate(self._cuts(name, each)):
             if each == 1 and lower >= least:
                 break
             if k == most:
-                is_best = False
+                is_done = False
+                self.open = min(self.open, lower)
                 break
             self._add(tried, name, cut, least)
             least = min([one.seconds for one in tried.values()], default=math.inf)
-        self.is_best = self.is_best and is_best
-        while tried and not is_best:
+        if each > 1:
+            self.open = min(self.open, bound(self.atoms, self.coordinates, self.turns, stages_each=each))
+        while tried and not is_done:
             best = min(tried.values(), key=lambda one: one.seconds)
             for a, b in permutations(range(len(best.cut)), 2):
                 moved = [size + (k == b) - (k == a) for k, size in enumerate(best.cut)]
                 if moved[a] and tuple(moved) not in tried:
                     self._add(tried, name, tuple(moved), best.seconds)
-            is_best = min(one.seconds for one in tried.values()) >= best.seconds
+            is_done = min(one.seconds for one in tried.values()) >= best.seconds
         return sorted(tried.values(), key=lambda one: one.seconds)[:1]
 
     def _add(self, tried: dict[tuple[int, ...], _Tried], name: str, cut: tuple[int, ...], below: float) -> None:
@@ -115,17 +122,19 @@ class _Search:
             tried[cut] = one
 
     def _cuts(self, name: str, each: int) -> CutsByBound | tuple[()]:
-        """Cuts of which each stage fits: by the bound of an order with one stage each, else by the stages' seconds."""
+        """Cuts whose stages fit by themselves, by their bound, or by their seconds where it is for several."""
         if self.coordinates * each > len(self.atoms.blocks):
             return ()
         order = self.steps(name, each, None, None).order
         held = most_turns(order, {"F": 1, "B": -1, "I": -1})
-        condition = condition_of(self.atoms, self.coordinates, self.turns, any(a.kind == "I" for a in order.at(0)))
-        saved, standing = self.atoms.sums("saved"), self.atoms.sums("standing")
+        condition = condition_of(self.atoms, self.coordinates, self.turns, _is_split(order))
+        saved = self.atoms.sums("saved")
+        standing = self.atoms.sums("standing")
         spent = [sum(kinds) for kinds in zip(*map(self.atoms.sums, ("forward", "inward", "weights")))]
 
         def cost(r: int, a: int, z: int) -> float:
-            size, free = saved[z] - saved[a], self.budget - standing[z] + standing[a]
+            size = saved[z] - saved[a]
+            free = self.budget - standing[z] + standing[a]
             k = held[r] if free >= held[r] * size else free // size
             if k < (1 if each > 1 or name in CAPPED else held[r]):
                 return math.inf
@@ -137,7 +146,7 @@ class _Search:
         return Steps(order_of(name, self.coordinates, self.turns, each, prices, caps))
 
     def tried(self, name: str, cut: tuple[int, ...], below: float = math.inf) -> _Tried | None:
-        """A cut in an order, with as many turns in flight as fit where it takes too much; None if that does not do.
+        """A cut in an order, with fewer turns in flight where it takes too much; None if that does not do.
 
         None also where the work of a coordinate takes `below` or more.
         """
@@ -150,7 +159,7 @@ class _Search:
             return None
         sizes = self._sizes(steps.order, stages)
         if max(sizes) > self.budget:
-            caps = self._caps(steps.order.place, stages)
+            caps = self._caps(steps.order, stages)
             if min(caps) < each or name not in CAPPED or (each > 1 and name != "greedy"):
                 return None
             steps = self.steps(name, each, used, caps)
@@ -162,22 +171,27 @@ class _Search:
         held = order.most_held([block.saved for block in stages], [block.kept for block in stages])
         return tuple(map(sum, zip(held, _by_coordinate(order, [block.standing for block in stages]))))
 
-    def _caps(self, place: Sequence[int], stages: Sequence[Block]) -> tuple[int, ...]:
+    def _caps(self, order: Order, stages: Sequence[Block]) -> tuple[int, ...]:
         """The turns of its stages for which each coordinate has bytes."""
         free = [self.budget] * self.coordinates
         size = [1.0] * self.coordinates
-        for r, block in zip(place, stages):
+        for r, block in zip(order.place, stages):
             free[r] -= block.standing
-            size[r] = max(size[r], block.saved, block.kept)
-        return tuple(int(min(max(f, 0.0) // s, self.turns * len(place))) for f, s in zip(free, size))
+            size[r] = max(size[r], block.saved, block.kept if _is_split(order) else 0.0)
+        return tuple(int(min(max(f, 0.0) // s, self.turns * order.stages)) for f, s in zip(free, size))
 
     def choice(self, one: _Tried) -> Choice:
         prices, _ = self.atoms.prices(one.cut)
         run = simulated(one.order, prices)
         each = len(one.cut) // self.coordinates
-        is_split = any(run.kept)
-        lower = bound(self.atoms, self.coordinates, self.turns, run.saved if each == 1 else None, is_split, each)
-        return Choice(one.cut, one.name, one.order, run, one.sizes, lower, self.is_best)
+        lower = bound(
+            self.atoms, self.coordinates, self.turns, run.saved if each == 1 else None, _is_split(one.order), each
+        )
+        return Choice(one.cut, one.name, one.order, run, one.sizes, lower, one.seconds <= self.open)
+
+
+def _is_split(order: Order) -> bool:
+    return any(action.kind == "I" for action in order.at(0))
 
 
 def _by_coordinate(order: Order, amounts: Sequence[float]) -> list[float]:

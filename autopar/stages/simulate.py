@@ -46,7 +46,8 @@ class Steps:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.steps: list[tuple[int, int, int, int]] = []  # coordinate, step it waits for or -1, hop, price
-        stages, turns = order.stages, order.turns
+        stages = order.stages
+        turns = order.turns
         done = {kind: [-1] * (stages * turns) for kind in "FB"}
         now = [0] * order.coordinates
         codes = {kind: k * stages for k, kind in enumerate(_KINDS)}
@@ -56,12 +57,16 @@ class Steps:
             for r, actions in enumerate(order.actions):
                 while now[r] < len(actions):
                     action = actions[now[r]]
-                    kind, stage = action.kind, action.stage
-                    source, hop = -1, stages - 1  # the last hop is none: what nobody else gives, or stands before
+                    kind = action.kind
+                    stage = action.stage
+                    source = -1
+                    hop = stages - 1  # No border is behind the last stage: the action waits for nothing.
                     if kind == "F" and stage:
-                        source, hop = done["F"][(stage - 1) * turns + action.turn], stage - 1
+                        hop = stage - 1
+                        source = done["F"][hop * turns + action.turn]
                     elif kind in "BI" and stage < stages - 1:
-                        source, hop = done["B"][(stage + 1) * turns + action.turn], stage
+                        hop = stage
+                        source = done["B"][(stage + 1) * turns + action.turn]
                     if source < 0 and hop < stages - 1:
                         break
                     if kind != "W":
@@ -73,7 +78,7 @@ class Steps:
             prove(order)
 
     def ends(self, prices: Prices) -> list[float]:
-        """When each step ends."""
+        """The second at which each step ends."""
         hops = [*prices.hops(self.order.place), 0.0]
         seconds = [price.of(kind) for kind in _KINDS for price in prices.stages]
         free = [0.0] * self.order.coordinates
@@ -110,7 +115,8 @@ class Steps:
 
 def most_turns(order: Order, changes: Mapping[str, int]) -> tuple[int, ...]:
     """The most turns of each stage, of which kinds of actions add and take away some."""
-    now, most = [0] * order.stages, [0] * order.stages
+    now = [0] * order.stages
+    most = [0] * order.stages
     for actions in order.actions:
         for action in actions:
             if action.kind in changes:
