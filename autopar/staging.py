@@ -39,7 +39,7 @@ _SEVERAL = ("interleaved", "zb-v", "dualpipe-v", "greedy")  # orders that have s
 
 
 def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) -> Plan:
-    """The fastest plan found of a graph in the stages that are asked for; `inside` plans what a stage does."""
+    """The fastest plan found of a graph in stages; `inside` plans what a stage does."""
     asked = request.pipeline
     assert isinstance(asked, Asked)
     if asked.size != "auto":
@@ -92,7 +92,7 @@ def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> list[int]:
 
 
 def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
-    """The fastest plan found with a number of micro-batches; under a budget one that saves as much as fits."""
+    """The fastest plan found in some micro-batches; under a budget one that saves as much as fits."""
     freer = replace(request, pipeline=None, memory_budget=math.inf)
     plan = inside(freer)
     turned = request.as_planned(graph, plan)
@@ -205,7 +205,7 @@ def _starts(units: Units, asked: Asked) -> list[int]:
         return list(range(blocks))
     if unknown := [name for name in asked.cuts if name not in units.names]:
         raise NotServed(
-            f"cuts= names {unknown[0]!r}, which is no block of the model", seen=f"blocks: {', '.join(units.names)}"
+            f"cuts= names {unknown[0]!r}, and the model has no such block", seen=f"blocks: {', '.join(units.names)}"
         )
     starts = [0, *map(units.names.index, asked.cuts)]
     if starts != sorted(set(starts)) or len(starts) % int(asked.size):

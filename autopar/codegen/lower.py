@@ -42,7 +42,7 @@ class LoweredStage:
 
     of: StageProgram
     joint: Joint
-    ending: Ending | None = None  # what follows the last stage
+    ending: Ending | None = None  # what runs once behind the last stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +51,8 @@ class Lowered:
 
     graph: Graph
     plan: Plan
-    program: LocalProgram  # of a pipeline, the program of all stages
-    joint: Joint  # of a pipeline, that of the rank's first stage
+    program: LocalProgram  # the program of all stages, where there are several
+    joint: Joint  # that of the rank's first stage, where there are several
     rows: OwnRows
     ending: Ending | None = None  # the program that runs once after all turns, where there are turns
     stages: tuple[LoweredStage, ...] = ()  # this rank's stages of a pipeline

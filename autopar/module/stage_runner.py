@@ -68,16 +68,21 @@ class StageSettlement(Settlement):
         self.waiting_dtypes = [dtype for stage in stages for dtype in stage.settlement.waiting_dtypes]
 
     def settle(self, totals: list[Tensor | None]) -> list[Tensor | None]:
-        """Reduce the accumulated gradients, from a list that is emptied; one that several stages have is given once."""
+        """Reduce the accumulated gradients, from a list that is emptied.
+
+        A gradient that several stages have is given once.
+        """
         found: list[Tensor | None] = []
         for stage in self.stages:
             count = len(stage.settlement.names)
-            mine, totals[:count] = totals[:count], []
+            mine = totals[:count]
+            del totals[:count]
             found += stage.settlement.settle(mine)
         first: dict[str, int] = {}
         for i, name in enumerate(self.names):
             at = first.setdefault(name, i)
-            gradient, before = found[i], found[at]
+            gradient = found[i]
+            before = found[at]
             if at != i and gradient is not None:
                 found[at] = gradient if before is None else before + gradient
                 found[i] = None
@@ -93,8 +98,8 @@ class _Step:
 
     def __init__(self, primals: list[Tensor]) -> None:
         self.primals = primals
-        self.saved: dict[tuple[int, int], list[Any]] = {}  # of a stage and turn, between forward and backward
-        self.outputs: dict[int, list[Tensor]] = {}  # what each turn has left in the last stage
+        self.saved: dict[tuple[int, int], list[Any]] = {}  # by stage and turn, between forward and backward
+        self.outputs: dict[int, list[Tensor]] = {}  # results of the last stage, by turn
         self.totals: dict[int, list[Tensor | None]] = {}  # sums of gradients, by stage
         self.here: dict[tuple[str, int, int], Tensor] = {}  # values between two stages of this rank
 

@@ -25,8 +25,9 @@ class StagesOfJob:
 
     @staticmethod
     def of(lowered: Lowered, meshes: tuple[Any, ...]) -> StagesOfJob:
-        """What a lowered program's stages share; all ranks make it together."""
-        pipeline, staged = lowered.plan.pipeline, lowered.staged
+        """Make the groups that the stages of a lowered program need, on all ranks together."""
+        pipeline = lowered.plan.pipeline
+        staged = lowered.staged
         assert pipeline is not None and staged is not None
         place = pipeline.place
         pairs = {

@@ -27,7 +27,7 @@ class Line:
 
     ranks: tuple[int, ...]
     index: int
-    group: Any  # of all of them
+    group: Any  # the process group of all of them
     ways: dict[Pair, Any]  # the groups of the pairs to which this rank belongs
     shared: dict[tuple[int, ...], Any]  # groups of coordinates that store the same parameters
     sent: list[tuple[Any, Tensor]] = field(default_factory=list)
@@ -84,7 +84,8 @@ def stage_meshes(device_type: str, ranks: Sequence[Sequence[int]], shape: Sequen
 def line_of(ranks: Sequence[Sequence[int]], pairs: Iterable[Pair], shared: Iterable[tuple[int, ...]]) -> Line:
     """This rank's line; `ranks` are those of each coordinate. All ranks make all groups together."""
     me = dist.get_rank()
-    pairs, shared = sorted(set(pairs)), sorted(set(shared))
+    pairs = sorted(set(pairs))
+    shared = sorted(set(shared))
     mine = None
     for line in zip(*ranks, strict=True):
         group = dist.new_group(list(line))

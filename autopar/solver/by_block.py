@@ -18,7 +18,7 @@ STANDING = ("parameters", "gradients", "optimizer states", "inputs and buffers")
 
 
 def by_block(space: Space, point: Point, units: Units) -> ByBlock:
-    """What a plan takes by block."""
+    """Seconds and bytes of a plan by block."""
     count = len(units.names)
     seconds = {part: np.zeros(count) for part in (FORWARD, BACKWARD, OPTIMIZER)}
     weights = np.zeros(count)
@@ -27,7 +27,7 @@ def by_block(space: Space, point: Point, units: Units) -> ByBlock:
         *_, name = event.place.split(" to ")
         unit = units.of.get(name, 0)
         taken = event.seconds - (event.hidden_s or 0.0)
-        part = event.part if event.part in (FORWARD, OPTIMIZER) else BACKWARD  # with what is made again
+        part = event.part if event.part in (FORWARD, OPTIMIZER) else BACKWARD  # what is made again is part of it
         seconds[part][unit] += taken if part == OPTIMIZER else taken / passes
         if event.part == BACKWARD:
             weights[unit] += taken / passes * units.weights.get(name, 0.0)
@@ -41,11 +41,13 @@ def _bytes(
     """Bytes by block: what stands, by kind, and then the last four of `ByBlock`."""
     memory = space.memory
     assert memory is not None
-    count, ops = len(units.names), len(memory.passages.ops)
+    count = len(units.names)
+    ops = len(memory.passages.ops)
     unit_of = [units.of.get(site.name, 0) for site in space.sites]
     of_time = np.array([unit_of[op.site] for op in memory.passages.ops], int)
     standing = {kind: np.zeros(count) for kind in STANDING}
-    gathered, busy = np.zeros(count), np.zeros(count)
+    gathered = np.zeros(count)
+    busy = np.zeros(count)
     for piece in memory.pieces:
         edge = space.edges[piece.place] if piece.is_edge else None
         amount = float(piece.bytes[edge.place(point.picked) if edge else point.picked[piece.place]])
@@ -65,11 +67,12 @@ def _bytes(
 
 
 def _saved(space: Space, point: Point, units: Units, of_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of a micro-batch by block: those that backward needs, and those of it that gradients of parameters need.
+    """Bytes of a micro-batch by block that backward needs, and that gradients of parameters alone need.
 
     A value is saved by the block whose backward reads it, the first in forward's order.
     """
-    saved, waiting = np.zeros(len(units.names)), np.zeros(len(units.names))
+    saved = np.zeros(len(units.names))
+    waiting = np.zeros(len(units.names))
     line = Timeline.of(space, point.picked, point.held, point.momentary)
     left = set(line.saved(line.again(point.recomputed)))
     for run in line.runs:

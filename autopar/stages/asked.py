@@ -25,7 +25,7 @@ class Asked:
     schedule: str = "auto"
     stages_each: int = 0  # stages of each coordinate; 0: as the schedule has them
     cuts: tuple[str, ...] = ()  # blocks at which stages begin; empty: the search finds them
-    mesh: DeviceMesh | None = None  # of all devices, where one was given
+    mesh: DeviceMesh | None = None  # the mesh of all devices, where one was given
     axis: str = AXES[0]
 
     def whole(self, stage: DeviceMesh) -> DeviceMesh:

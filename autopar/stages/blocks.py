@@ -25,8 +25,8 @@ class ByBlock:
 
     names: tuple[str, ...]
     forward: np.ndarray  # seconds of one micro-batch
-    inward: np.ndarray  # of its backward, to the gradients of what comes in
-    weights: np.ndarray  # of the rest of backward
+    inward: np.ndarray  # seconds of its backward, to the gradients of what comes in
+    weights: np.ndarray  # seconds of the rest of backward
     once: np.ndarray  # seconds that come once a step: the optimizer's
     standing: Mapping[str, np.ndarray]  # bytes that are there all the time, by kind
     gathered: np.ndarray  # bytes of gathered parameters, from forward to backward
@@ -39,6 +39,6 @@ class ByBlock:
         return {kind: float(of_kind[first:end].sum()) for kind, of_kind in self.standing.items()}
 
     def runs(self, first: int, end: int) -> float:
-        """The most bytes while one of these blocks runs, beside what stands, is gathered, and is saved at the end."""
+        """The most bytes while one of these blocks runs, beside what stands, is gathered and is saved."""
         own = self.saved[first:end] + self.gathered[first:end]
         return float((self.busy[first:end] + np.cumsum(own) - own).max()) - float(own.sum())

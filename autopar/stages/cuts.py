@@ -44,7 +44,7 @@ def labels_of(nodes: Sequence[fx.Node], firsts: Sequence[str]) -> Labels:
     blocks = blocks_of(nodes)
     if unknown := [name for name in firsts if name not in blocks]:
         raise NotServed(
-            f"a stage is to begin at {unknown[0]!r}, which is no block of the model",
+            f"a stage is to begin at {unknown[0]!r}, and the model has no such block",
             seen=f"blocks: {', '.join(blocks) or 'none'}",
             advice="cuts at blocks, or pipeline=2, which finds them",
         )
@@ -126,7 +126,7 @@ def _refuse_backwards(nodes: Sequence[fx.Node], stage: Mapping[fx.Node, int]) ->
 
 
 def units_of(graph: Graph) -> Units:
-    """The blocks of a graph, and what stands in each; what stands nowhere is counted with its first reader."""
+    """The blocks of a graph, and what stands in each: what stands nowhere is with its first reader."""
     nodes = list(graph.nodes)
     names = blocks_of(nodes)
     labels = labels_of(nodes, names[1:])

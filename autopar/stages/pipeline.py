@@ -26,7 +26,7 @@ class StageFigures:
 class Pipeline:
     """The stages of a plan: where they run, where each begins, and the order of the actions on each coordinate."""
 
-    mesh: DeviceMesh  # of all devices; the plan's own is that of one stage
+    mesh: DeviceMesh  # all devices; the plan's own mesh is that of one stage
     axis: str  # the axis of `mesh` along which stages stand
     schedule: str  # name of the order
     place: tuple[int, ...]  # stage -> its coordinate on the axis
