@@ -32,7 +32,7 @@ from autopar.module import How, ParallelModule, Source, parallelise
 from autopar.module.attributes import reads_of
 from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.reads import Reads
-from autopar.module.stages_of_job import StagesOfJob, meshes_of
+from autopar.module.stages_of_job import Ground, StagesOfJob
 from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
 from autopar.progress import shown, tell
@@ -42,11 +42,9 @@ from autopar.runtime.faults import limit, tell_launcher
 from autopar.runtime.world import (
     all_ranks_hold,
     as_long_as_a_start,
-    coordinate,
     digest_of,
     from_rank_0,
     once_all_have,
-    rank_here,
     start_world,
     world_size,
 )
@@ -230,15 +228,8 @@ def autoparallelize(
         return plans.plan(graph, request, lambda: _planned(request, graph, started, traced))
 
     chosen = plan if plan is not None else from_rank_0(planned)
-    place, meshes = 0, tuple[Any, ...]()
-    if chosen.pipeline is None:
-        here = coordinate(chosen.mesh)
-        mesh = chosen.mesh.to_torch(device)
-    else:
-        place, here = chosen.pipeline.split(rank_here())
-        meshes = meshes_of(chosen.pipeline, chosen.mesh, device)
-        mesh = meshes[place]
-    limit(mesh, timeout_s)
+    ground = Ground.of(chosen, device)
+    limit(ground.mesh, timeout_s)
     graph = request.as_planned(graph, chosen)
     if plan is not None:
         check_plan(graph, plan)
@@ -250,7 +241,7 @@ def autoparallelize(
         grows = outputs_of_rows(lambda batch: request.trace(model, batch), asked.graph, meta_inputs, rows.inputs)
         how = replace(how, gives_rows=grows)
     began = time.monotonic()
-    lowered = lower(graph, chosen, here, device, rows=rows, place=place)
+    lowered = lower(graph, chosen, ground.coordinate, device, rows=rows, place=ground.place)
     tell("lowered in %.1f s", time.monotonic() - began)
     _let_search_go(chosen)
 
@@ -258,8 +249,8 @@ def autoparallelize(
     source = Source(sync, init, weights)
     replan = _Replan(request, plans)
     with as_long_as_a_start():  # Other ranks may still lower when this one asks for the first values.
-        stages = StagesOfJob.of(lowered, meshes) if meshes else None
-        return parallelise(model, call, lowered, mesh, replan, source, how, asked.reads, stages)
+        stages = StagesOfJob.of(lowered, ground.meshes) if ground.meshes else None
+        return parallelise(model, call, lowered, ground.mesh, replan, source, how, asked.reads, stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,8 @@ def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Re
     turned = request.as_planned(graph, plan)
     units = units_of(turned)
     letter: Infeasible | None = None
-    saved, peak = plan.memory.get("saved activations", 0), plan.peak_bytes
+    saved = plan.memory.get("saved activations", 0)
+    peak = plan.peak_bytes
     for share in _TIGHTER:
         try:
             if share < 1.0:

@@ -42,7 +42,7 @@ class LoweredStage:
 
     of: StageProgram
     joint: Joint
-    ending: Ending | None = None  # what runs once behind the last stage
+    ending: Ending | None = None  # the program that runs once behind the last stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Lowered:
     graph: Graph
     plan: Plan
     program: LocalProgram  # the program of all stages, where there are several
-    joint: Joint  # that of the rank's first stage, where there are several
+    joint: Joint  # the halves; those of the rank's first stage, where there are several
     rows: OwnRows
     ending: Ending | None = None  # the program that runs once after all turns, where there are turns
     stages: tuple[LoweredStage, ...] = ()  # this rank's stages of a pipeline
@@ -76,7 +76,7 @@ class Lowered:
         return (*ran, *ending)
 
     def certified(self) -> list[Certificate]:
-        """Certificates that programs lead from stored shardings to those due for results; raises if one does not."""
+        """Certificates that programs lead from stored shardings to those due for results, or a letter."""
         last = () if self.ending is None else (self.ending.program,)
         ending = None if self.ending is None else (self.ending.joint, self.ending.program.outputs)
         if not self.stages:

@@ -123,11 +123,12 @@ def in_stages(parts: InTwo, pipeline: Pipeline, crossings: Crossings, place: int
         is_last = stage == last
         program = _program(turn, held[stage], arrives, leaves, ends if is_last else ())
         made.append(StageProgram(stage, program, arrives, leaves, len(leaves) + parts.seed if is_last else None))
-    of_parameters = {
-        info(n).key: tuple(stage for stage, own in enumerate(held) if not own.isdisjoint(n.users))
-        for n in turn.fx.nodes
-        if n.op == "placeholder" and info(n).kind == "parameter"
-    }
+    parameters = [n for n in turn.fx.find_nodes(op="placeholder") if info(n).kind == "parameter"]
+    of_parameters: dict[str, tuple[int, ...]] = {info(n).key: () for n in parameters}
+    for stage, own in enumerate(held):
+        for node in parameters:
+            if not own.isdisjoint(node.users):
+                of_parameters[info(node).key] += (stage,)
     return StagedProgram(tuple(made), found, of_parameters)
 
 
@@ -156,7 +157,7 @@ def _program(
     nodes = {n.name: n for n in turn.fx.nodes}
     read = {a for n in own for a in n.all_input_nodes}.union(ends)
     tops = [n for n in turn.fx.find_nodes(op="placeholder") if n in read]
-    inputs = [n for n in tops if info(n).kind == "input"]
+    inputs = _of_kind(tops, "input")
     come = {nodes[crossing.name]: crossing.type for crossing in arrives}
     for node in (*inputs, *come, *(n for n in tops if n not in inputs)):
         env[node] = made.placeholder(node.name)
@@ -166,14 +167,19 @@ def _program(
     for node in turn.fx.nodes:
         if node in own:
             env[node] = made.node_copy(node, env.__getitem__)
-    made.output(tuple(env[n] for n in (*(nodes[c.name] for c in leaves), *ends)))
+    left = [nodes[crossing.name] for crossing in leaves]
+    made.output(tuple(env[n] for n in (*left, *ends)))
     return replace(
         turn,
         fx=made,
         inputs=tuple(n.name for n in (*inputs, *come)),
-        parameters=tuple(info(n).key for n in tops if info(n).kind == "parameter"),
-        buffers=tuple(info(n).key for n in tops if info(n).kind == "buffer"),
+        parameters=tuple(info(n).key for n in _of_kind(tops, "parameter")),
+        buffers=tuple(info(n).key for n in _of_kind(tops, "buffer")),
         types=types,
         outputs=(*(c.value for c in leaves), *(turn.outputs if ends else ())),
-        is_random=any(info(n).kind == "random key" for n in tops),
+        is_random=bool(_of_kind(tops, "random key")),
     )
+
+
+def _of_kind(nodes: Sequence[fx.Node], kind: str) -> list[fx.Node]:
+    return [n for n in nodes if info(n).kind == kind]

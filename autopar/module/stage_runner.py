@@ -98,7 +98,7 @@ class _Step:
 
     def __init__(self, primals: list[Tensor]) -> None:
         self.primals = primals
-        self.saved: dict[tuple[int, int], list[Any]] = {}  # by stage and turn, between forward and backward
+        self.saved: dict[tuple[int, int], list[Any]] = {}  # values between forward and backward, by stage and turn
         self.outputs: dict[int, list[Tensor]] = {}  # results of the last stage, by turn
         self.totals: dict[int, list[Tensor | None]] = {}  # sums of gradients, by stage
         self.here: dict[tuple[str, int, int], Tensor] = {}  # values between two stages of this rank
@@ -253,16 +253,11 @@ class InStages(InTurns):
         return self.line.of_all(value.contiguous(), self.place[-1])
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
-        """The gradients that turns have added up, scaled; of parameters that are elsewhere, this rank's empty part."""
+        """Scaled gradients that turns have added up; empty ones of parameters that are elsewhere."""
         has = [len(stage.joint.waits) for stage in self.stages.values()]
         found = self._scaled(given, arrived, [True] * sum(has), waits)
-        empty = [
-            None if waits else torch.empty(0, dtype=self._dtype(i), device=self.setup.device) for i in self.elsewhere
-        ]
-        return [*found, *empty]
-
-    def _dtype(self, primal: int) -> torch.dtype:
-        return list(self.program.types.values())[primal].torch_dtype
+        dtypes = self.elsewhere.values()
+        return [*found, *(None if waits else torch.empty(0, dtype=d, device=self.setup.device) for d in dtypes)]
 
 
 def coordinates_of(stages: Sequence[int], place: Sequence[int]) -> tuple[int, ...]:

@@ -5,14 +5,15 @@ On other ranks a parameter is there, too, by its name, as a DTensor of that mesh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.codegen.lower import Lowered
 from autopar.module.stage_runner import coordinates_of
 from autopar.runtime.transfers import Line, line_of, stage_meshes
-from autopar.sharding.mesh import DeviceMesh
-from autopar.stages.pipeline import Pipeline
+from autopar.runtime.world import coordinate, rank_here
+from autopar.solver.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,22 @@ class StagesOfJob:
         return self.meshes[self.line.index if self.line.index in at or not at else at[0]]
 
 
-def meshes_of(pipeline: Pipeline, mesh: DeviceMesh, device_type: str) -> tuple[Any, ...]:
-    """torch's mesh of the stages of each coordinate."""
-    ranks = [pipeline.ranks(coordinate) for coordinate in range(pipeline.coordinates)]
-    return stage_meshes(device_type, ranks, mesh.shape, mesh.axes)
+@dataclass(frozen=True, slots=True, eq=False)
+class Ground:
+    """Where this rank stands: its mesh and coordinate there, and its coordinate on the axis of stages."""
+
+    mesh: Any
+    coordinate: Sequence[int]
+    place: int = 0
+    meshes: tuple[Any, ...] = ()  # the mesh of each coordinate on the axis of stages
+
+    @staticmethod
+    def of(plan: Plan, device_type: str) -> Ground:
+        """The ground of a plan; all ranks make its groups together."""
+        pipeline = plan.pipeline
+        if pipeline is None:
+            return Ground(plan.mesh.to_torch(device_type), coordinate(plan.mesh))
+        place, here = pipeline.split(rank_here())
+        ranks = [pipeline.ranks(at) for at in range(pipeline.coordinates)]
+        meshes = stage_meshes(device_type, ranks, plan.mesh.shape, plan.mesh.axes)
+        return Ground(meshes[place], here, place, meshes)

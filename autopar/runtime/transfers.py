@@ -7,6 +7,7 @@ for in the order in which the peer sends.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +91,7 @@ def line_of(ranks: Sequence[Sequence[int]], pairs: Iterable[Pair], shared: Itera
     for line in zip(*ranks, strict=True):
         group = dist.new_group(list(line))
         ways = {(a, b): dist.new_group([line[a], line[b]]) for a, b in pairs}
-        sharing = {some: dist.new_group([line[a] for a in some]) for some in shared}
+        sharing = {some: dist.new_group(list(operator.itemgetter(*some)(line))) for some in shared}
         if me in line:
             mine = Line(tuple(line), line.index(me), group, ways, sharing)
     assert mine is not None

@@ -27,7 +27,7 @@ def by_block(space: Space, point: Point, units: Units) -> ByBlock:
         *_, name = event.place.split(" to ")
         unit = units.of.get(name, 0)
         taken = event.seconds - (event.hidden_s or 0.0)
-        part = event.part if event.part in (FORWARD, OPTIMIZER) else BACKWARD  # what is made again is part of it
+        part = event.part if event.part in (FORWARD, OPTIMIZER) else BACKWARD  # backward makes values again, too
         seconds[part][unit] += taken if part == OPTIMIZER else taken / passes
         if event.part == BACKWARD:
             weights[unit] += taken / passes * units.weights.get(name, 0.0)

@@ -88,7 +88,8 @@ def _read(pipeline: Any, axis: str | None, mesh: Any) -> Asked:
         raise NotServed(
             f"schedule={schedule!r} is not known", seen=among(("auto", *ORDERS), schedule), advice="one of these"
         )
-    each, cuts = fields.get("stages_each", 0), fields.get("cuts", ())
+    each = fields.get("stages_each", 0)
+    cuts = fields.get("cuts", ())
     if not _is_count(each) or each < 0 or isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts):
         raise NotServed(
             f"pipeline={pipeline!r} has a stages_each or cuts of another kind",
@@ -99,7 +100,7 @@ def _read(pipeline: Any, axis: str | None, mesh: Any) -> Asked:
 
 
 def _axis_of(mesh: DeviceMesh, axis: str | None, size: int | str) -> tuple[str, int]:
-    """The axis of a mesh along which stages stand, and its size: a named one, or the first if it has the size."""
+    """The axis of a mesh along which stages stand, and its size: the named one, or the first."""
     name = axis or mesh.axes[0]
     found = mesh.shape[mesh.axis(name)]
     if size not in ("auto", found):

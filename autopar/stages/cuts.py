@@ -10,6 +10,7 @@ A block is what a module path names up to its first number, in the order in whic
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def labels_of(nodes: Sequence[fx.Node], firsts: Sequence[str]) -> Labels:
             seen=f"blocks: {', '.join(blocks)}",
             advice="cuts in the order of the blocks, the first block left out: it begins the first stage",
         )
-    of_block = {name: sum(start <= at for start in starts) for at, name in enumerate(blocks)}
+    of_block = {name: bisect.bisect_right(starts, at) for at, name in enumerate(blocks)}
     anywhere = _anywhere(nodes)
     stage: dict[fx.Node, int] = {}
     for node in reversed(nodes):
@@ -136,7 +137,10 @@ def units_of(graph: Graph) -> Units:
             unit[node] = min((unit[u] for u in node.users if u in unit), default=labels.stages - 1)
     reads = _of_parameters_alone(nodes)
     share = {info(n).key: _share_of_weights(n, reads) for n in nodes if _is_work(n)}
-    last = {n: max((unit[u] for u in n.users), default=0) for n in labels.stage}
+    readers = [(n, unit[u]) for n in labels.stage for u in n.users]
+    last: dict[fx.Node, int] = {}
+    for node, reader in readers:
+        last[node] = max(last.get(node, 0), reader)
     crossing = tuple((n.name, unit[n], last[n]) for n in nodes if n in last and last[n] > unit[n])
     trained = [unit[n] for n in nodes if info(n).kind == "parameter" and _wants_gradient(n)]
     return Units(names, {info(n).key: unit[n] for n in nodes}, share, crossing, min(trained, default=0))
