@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from multiprocessing import forkserver
 
 import hypothesis
 import pytest
@@ -30,6 +31,16 @@ hypothesis.settings.load_profile("shared")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
     logging.ERROR
 )  # full_tensor() of a dim cut twice warns on every call
+
+
+def pytest_collection_finish(session):
+    """Start the server that forks ranks with more imports than `autopar.testing` asks for.
+
+    A running server keeps what it has, whatever is asked of it later.
+    """
+    if any(item.get_closest_marker("machines") for item in session.items):
+        forkserver.set_forkserver_preload(["lightning.pytorch", "accelerate", "peft", "tests.preload"])
+        forkserver.ensure_running()
 
 
 @pytest.fixture

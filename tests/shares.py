@@ -17,6 +17,18 @@ def one_in(step: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
     return found
 
 
+def by_day(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """The cases as parameters; the chosen ones run by day, each of which must be a case."""
+    cases = list(cases)
+    assert all(case in cases for case in chosen), [case for case in chosen if case not in cases]
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=[] if case in chosen else [pytest.mark.nightly]
+        )
+        for case in cases
+    ]
+
+
 def diagonal(rows: Sequence[Any], columns: Sequence[Any], step: int = 2) -> list[Any]:
     """All pairs as parameters; by day each row runs with every `step`-th column, its neighbour with the next ones."""
     return [

@@ -30,7 +30,7 @@ from autopar.sharding.placement import Placement, Sharding
 from tests.certificate.made import BOTH, MESH, NARROWER, SEQUENCE, broken, lowered
 from tests.fuzz.trial import drawn
 from tests.random_plans import random_plan
-from tests.shares import diagonal, one_in
+from tests.shares import by_day, diagonal, one_in
 
 PRESETS = (None, "dp", "zero3", "megatron", "2d", BOTH, SEQUENCE)
 KNOWN = 0.9  # of values and of ends, of these models
@@ -38,7 +38,7 @@ KNOWN = 0.9  # of values and of ends, of these models
 
 @pytest.mark.parametrize(
     ("name", "turns", "preset"),
-    diagonal([("gpt2", 1), ("bert", 1), ("vit", 1), ("llama", 1), ("gpt2", 2), ("llama", 2)], PRESETS, 3),
+    diagonal([("gpt2", 1), ("bert", 1), ("vit", 1), ("llama", 1), ("gpt2", 2), ("llama", 2)], PRESETS, 6),
     ids=str,
 )
 def test_programs_are_typed(name, turns, preset):
@@ -59,7 +59,7 @@ def with_kernels(monkeypatch):
 WITH_KERNELS = (("gpt2", "zero3"), ("gpt2", BOTH), ("llama", "megatron"), ("llama", BOTH))
 
 
-@pytest.mark.parametrize(("name", "preset"), one_in(4, WITH_KERNELS, 3))
+@pytest.mark.parametrize(("name", "preset"), one_in(4, WITH_KERNELS, 1))
 def test_programs_with_kernels_are_typed(name, preset, with_kernels):
     """As the ops are that each kernel stands for; of a cut vocabulary the loss alone is open, no gradient."""
     program = lowered(name, preset, **with_kernels)
@@ -114,7 +114,12 @@ def test_no_random_plan_is_refused(first):
 
 @pytest.mark.parametrize(
     ("preset", "turns"),
-    [*((preset, 1) for preset in PRESETS[1:]), ("zero3", 2), pytest.param("2d", 2, marks=pytest.mark.nightly)],
+    by_day(
+        [*((preset, 1) for preset in PRESETS[1:]), ("zero3", 2), ("2d", 2)],
+        ("megatron", 1),
+        (SEQUENCE, 1),
+        ("zero3", 2),
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.nightly)])
@@ -132,7 +137,7 @@ def test_one_wrong_reduction_is_refused(preset, turns, step):
     assert count >= 4 // step
 
 
-@pytest.mark.parametrize("preset", ["dp", "zero3", pytest.param(BOTH, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("preset", by_day(["dp", "zero3", BOTH], "dp"), ids=str)
 def test_a_gradient_is_summed_in_the_dtype_that_is_promised(preset):
     """A sum in bfloat16 of what has to be summed in float64 is refused, whatever is cast behind it."""
     program = lowered("gpt2", preset, precision=Precision("bfloat16", "float64"))

@@ -47,7 +47,7 @@ def lowered(name: str, mesh: str, preset: str | None):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "preset"), one_in(7, itertools.product(NAMES, MESHES, ("dp", "zero3", None)), 1)
+    ("name", "mesh", "preset"), one_in(11, itertools.product(NAMES, MESHES, ("dp", "zero3", None)), 1)
 )
 def test_programs_of_experts_are_typed_on_every_axis(name, mesh, preset):
     found = lowered(name, mesh, preset).certified()

@@ -25,7 +25,7 @@ from tests.models import eager_links
 from tests.random_plans import random_plan_of
 from tests.training import whole
 
-FEW, MANY = 24, 1000  # random edits in `make test`, and in `make nightly`
+FEW, MANY = 16, 1000  # random edits in `make test`, and in `make nightly`
 
 
 class Small(nn.Module):

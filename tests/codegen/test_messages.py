@@ -18,6 +18,7 @@ from autopar.space.windows import BLOCK
 from benchmarks.emitted_steps import MESSAGES, messages_from, messages_to
 from tests import language
 from tests.models import MLP, eager_links, on_meta
+from tests.shares import diagonal
 
 MESHES = ((4,), (2, 2), (4, 2), (2, 2, 2))
 PRESETS = (None, "zero3", "zero2", "dp", "hsdp")
@@ -66,8 +67,7 @@ def test_a_sum_over_two_axes_goes_on_to_its_end():
     assert all(begins for steps in found.values() for _, _, begins in steps)
 
 
-@pytest.mark.parametrize("parallel", PRESETS, ids=str)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh, parallel", diagonal([(mesh,) for mesh in MESHES], PRESETS), ids=str)
 def test_what_is_priced_beside_compute_begins_ahead(mesh, parallel, monkeypatch):
     monkeypatch.setattr(presets, "BUCKET", BLOCK)  # so that these models have several windows
     joint.LOWERED.clear()

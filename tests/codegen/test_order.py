@@ -37,7 +37,7 @@ ASKED = {
     "chunks": {"parallel": "dp", "chunks": 4},
 }
 PRESETS = ("free", *PARALLEL, *ASKED, "in passing", "in passing too")
-LONG = ("zero1", "zero2", "hsdp", "2d", "regathered in turns")
+LONG = ("zero1", "zero2", "hsdp", "2d", "regathered in turns", "dp", "full", "in passing")
 
 
 class Two(nn.Module):

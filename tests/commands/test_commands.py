@@ -20,6 +20,7 @@ from autopar.commands.models import Named, shipped
 from autopar.needs import Needs
 from autopar.request import Request
 from tests.models import mlp_case
+from tests.shares import one_in
 
 HERE = "tests/use/made.py"
 PLAN = ("plan", f"{HERE}:with_inputs", "--mesh", "2", "--quiet")
@@ -76,7 +77,7 @@ def test_progress_goes_to_the_standard_error():
     assert all(line.startswith("autopar: ") for line in said)
 
 
-@pytest.mark.parametrize("builder", ["with_inputs", "dropping", "attending"])
+@pytest.mark.parametrize("builder", one_in(2, ["with_inputs", "dropping", "attending"]))
 def test_a_program_is_held_against_one_device(builder, tmp_path, capsys):
     out = str(tmp_path / "plan.json")
     model = f"{HERE}:{builder}"

@@ -101,7 +101,10 @@ def assert_as_eager(loss, gradients, model, batch):
 @pytest.mark.machines
 @pytest.mark.parametrize(
     "how",
-    [{"mesh": (2, 2), "parallel": HYBRID, "recompute": "full"}, {"mesh": (2, 2), "parallel": "hsdp"}],
+    [
+        pytest.param({"mesh": (2, 2), "parallel": HYBRID, "recompute": "full"}, marks=pytest.mark.nightly),
+        {"mesh": (2, 2), "parallel": "hsdp"},
+    ],
     ids=["hybrid", "hsdp"],
 )
 def test_what_is_written_for_fsdp2_trains_as_one_device(how, tmp_path, processes, capsys):

@@ -18,14 +18,16 @@ from tests.training import OPTIMIZERS, whole
 SEED, STEPS = 1234567, 3
 
 
-def gpt2(dropout: float, dtype: str = "float64"):
+def gpt2(dropout: float, dtype: str = "float64", layers: int = 2):
     """A tiny GPT-2 of 101 tokens, which are cut unevenly, as 50257 are.
 
     Targets are ignored in unequal numbers in every row.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = language.gpt2(width=32, vocabulary=101, length=32, dropout=dropout, bos_token_id=0, eos_token_id=0)
+        model = language.gpt2(
+            layers, width=32, vocabulary=101, length=32, dropout=dropout, bos_token_id=0, eos_token_id=0
+        )
         for p in model.parameters():
             p.data += 0.05 * torch.randn_like(p)
         ids = torch.randint(0, 101, (4, 16))
@@ -65,8 +67,8 @@ def modes(dtype):
 
 
 @functools.cache
-def planned(kind, mesh, dropout, dtype):
-    model, batch = gpt2(dropout, dtype)
+def planned(kind, mesh, dropout, dtype, layers=2):
+    model, batch = gpt2(dropout, dtype, layers)
     constraints = pins(kind, mesh) if mesh.size > 1 else None
     with modes(dtype):
         return autopar.plan(model, batch, mesh=mesh, cluster=eager_links(), constraints=constraints)
@@ -97,17 +99,17 @@ def train_parallel(rank, model, batch, plan, optimizer, dtype, steps=STEPS):
 
 
 @functools.cache
-def eager(dropout, optimizer, dtype, steps=STEPS, permuted=None):
+def eager(dropout, optimizer, dtype, steps=STEPS, permuted=None, layers=2):
     """The same on one device; its products may add their terms in another order."""
-    model, batch = gpt2(dropout, dtype)
+    model, batch = gpt2(dropout, dtype, layers)
     sums = contextlib.nullcontext() if permuted is None else PermutedSums(permuted)
     with modes(dtype), sums, ByPosition(SEED) as random:
         return train(model, batch, optimizer, random.next_step, steps)
 
 
-def check(what, actual, dropout, optimizer, dtype, steps=STEPS):
+def check(what, actual, dropout, optimizer, dtype, steps=STEPS, layers=2):
     """Equality as the contract defines it, for losses, gradients and parameters."""
-    expected = eager(dropout, optimizer, "float64", steps)
+    expected = eager(dropout, optimizer, "float64", steps, layers=layers)
     if dtype == "float64":
         for part, tolerance, a, e in zip(("losses", "gradients", "parameters"), (1e-9, 1e-9, 1e-8), actual, expected):
             if part == "parameters" and optimizer == "adamw":
@@ -115,10 +117,10 @@ def check(what, actual, dropout, optimizer, dtype, steps=STEPS):
                 a, e = ({n: _without_key_bias(n, t) for n, t in side.items()} for side in (a, e))
             Equality.in_float64(f"{what}: {part}", a, e, tolerance).check()
         return
-    own = eager(dropout, optimizer, "float32", steps)
+    own = eager(dropout, optimizer, "float32", steps, layers=layers)
     permuted = []
     if optimizer == "adamw":
-        permuted = [eager(dropout, optimizer, "float32", steps, seed)[2] for seed in range(5)]
+        permuted = [eager(dropout, optimizer, "float32", steps, seed, layers)[2] for seed in range(5)]
     for i, part in enumerate(("losses", "gradients", "parameters")):
         others = permuted if part == "parameters" else ()
         Equality.in_float32(f"{what}: {part}", actual[i], own[i], expected[i], others).check()

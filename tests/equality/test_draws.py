@@ -26,6 +26,7 @@ from autopar.testing import Equality
 from tests.models import FunctionModel
 from tests.oracle import ByPosition
 from tests.random_plans import random_plan
+from tests.shares import one_in
 from tests.training import whole
 
 
@@ -69,7 +70,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", one_in(2, FUNCTIONS))
 @pytest.mark.filterwarnings("ignore:dropout2d")
 def test_draws_are_the_same_on_any_mesh(name, seed, threads):
     model, batch = FunctionModel(FUNCTIONS[name], 6, 6), {"x": torch.randn(6, 6).double()}
@@ -193,7 +194,11 @@ DRAWN = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "gru" else []) for name in DRAWN]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in ("gru", "lstm", "other distributions") else [])
+        for name in DRAWN
+    ],
 )
 def test_what_draws_is_eager_with_the_same_bits(name, threads):
     model, batch = DRAWN[name](), {"x": torch.randn(6, 6).double()}

@@ -11,6 +11,7 @@ import transformers
 import autopar
 from autopar.letters import NotServed
 from autopar.testing import Equality
+from tests.shares import by_day
 from tests.training import whole
 
 IDS = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(0))
@@ -49,14 +50,14 @@ CASES = {
     "adapters, zero3": ((2, 2), "zero3", {}),
     "compiled": ((4,), TRAVELS, dict(compile=True)),
 }
-BY_NIGHT = ("half the peak", "compiled", "adapters, zero3", "loss in chunks", "travelling, zero3", "aux", "travelling")
+BY_DAY = ("behind the mask and hidden rows",)
 
 
 def gradients(model):
     return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in BY_NIGHT else n for n in CASES])
+@pytest.mark.parametrize("name", by_day(CASES, *BY_DAY))
 def test_it_is_the_model(name, threads):
     mesh, parallel, how = CASES[name]
     model = mixtral(output_router_logits=name == "aux")
@@ -78,6 +79,7 @@ def test_it_is_the_model(name, threads):
             assert [value for value in plan.recomputed if value.endswith("experts/experts")]
 
 
+@pytest.mark.nightly
 def test_gradients_add_up_over_calls(threads):
     """As a loop that accumulates does, half a batch at a time."""
     model = mixtral()

@@ -18,7 +18,7 @@ from tests.training import whole
 MESHES = [autopar.DeviceMesh((2,)), autopar.DeviceMesh((3,)), autopar.DeviceMesh((2, 2), ("dp", "tp"))]
 
 
-@pytest.mark.parametrize("name, mesh", diagonal(list(FUNCTIONS), MESHES, len(MESHES)), ids=str)
+@pytest.mark.parametrize("name, mesh", diagonal(list(FUNCTIONS), MESHES, 2 * len(MESHES)), ids=str)
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 def test_it_is_right_under_random_plans(name, mesh, threads):
     check(name, threads, range(1), [mesh])

@@ -12,6 +12,7 @@ from torch import nn
 import autopar
 from autopar import DeviceMesh
 from autopar.testing import Equality, on_threads
+from tests.shares import diagonal
 from tests.tracer import loops_over_experts as loops
 from tests.training import whole
 
@@ -65,8 +66,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("ranks", "tokens"), [(4, TOKENS), (3, 10)])
+@pytest.mark.parametrize(("ranks", "tokens", "name"), diagonal([(4, TOKENS), (3, 10)], list(MODELS)))
 def test_devices_that_share_tokens_compute_what_one_does(name, ranks, tokens):
     torch.manual_seed(0)
     model = MODELS[name]().double()

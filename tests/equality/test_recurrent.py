@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autopar
+from tests.shares import diagonal
 from tests.training import whole
 
 KINDS = {
@@ -36,8 +37,7 @@ class Read(nn.Module):
         return out.square().mean() + sum(s.sin().mean() for s in states)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, how", diagonal(list(KINDS), list(HOWS), 3))
 def test_a_recurrent_layer_in_single_precision_is_eagers(kind, how, threads):
     torch.manual_seed(0)
     model, x = Read(KINDS[kind]()), torch.randn(4, 5, 8)

@@ -15,6 +15,7 @@ from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.models import FunctionModel
 from tests.random_plans import random_plan
+from tests.shares import by_day
 from tests.training import whole
 
 TARGETS, READ, WANTED = (
@@ -118,7 +119,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", by_day(MODELS, *(name for name in MODELS if name not in ("likelihoods", "combinations", "cov")))
+)
 def test_it_is_eager(name, threads):
     model, batches = MODELS[name](), [{"x": torch.randn(6, 6).double()} for _ in range(3)]
     reference = copy.deepcopy(model)

@@ -39,7 +39,7 @@ CUTS = [((4,), (T,)), ((4,), (E,)), ((4,), (M,)), ((4,), (I,)), ((2, 2), (T, M))
         ((2, 2), (T, E)), ((2, 2), (E, M)), ((2, 2), (M, E))]  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh, cuts, routing", diagonal(CUTS, ROUTINGS, 3), ids=str)
+@pytest.mark.parametrize("mesh, cuts, routing", diagonal(CUTS, ROUTINGS, 6), ids=str)
 def test_every_cut_of_experts_under_every_routing(mesh, cuts, routing, threads):
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
     check(threads, Routed(), {"x": x.detach(), "scores": scores(routing)}, DeviceMesh(mesh), cuts)
@@ -47,8 +47,8 @@ def test_every_cut_of_experts_under_every_routing(mesh, cuts, routing, threads):
 
 @pytest.mark.parametrize(
     "kind, mesh, cuts",
-    one_in(2, [("behind", (4,), (T,)), ("behind", (4,), (M,)), ("behind", (4,), (E,)), ("behind", (2, 2), (T, M)),
-               ("slope", (4,), (T,)), ("slope", (4,), (I,)), ("slope", (2, 2), (E, M)), ("slope", (2, 2), (M, I))], 1),
+    one_in(3, [("behind", (4,), (T,)), ("behind", (4,), (M,)), ("behind", (4,), (E,)), ("behind", (2, 2), (T, M)),
+               ("slope", (4,), (T,)), ("slope", (4,), (I,)), ("slope", (2, 2), (E, M)), ("slope", (2, 2), (M, I))]),
     ids=str,
 )  # fmt: skip
 def test_every_cut_of_experts_that_read_parameters(kind, mesh, cuts, threads):
@@ -84,7 +84,7 @@ def test_what_stands_behind_experts_reads_whole_sums():
 
 
 @pytest.mark.parametrize(
-    "mesh, cuts, kind", diagonal([CUTS[2], CUTS[3], CUTS[5], CUTS[7]], ["halves", "pairs", "plain"]), ids=str
+    "mesh, cuts, kind", diagonal([CUTS[2], CUTS[3], CUTS[5], CUTS[7]], ["halves", "pairs", "plain"], 3), ids=str
 )
 def test_biases_and_layouts(mesh, cuts, kind, threads):
     """The bias of the last matrices counts once, whatever is cut."""

@@ -18,8 +18,11 @@ from tests.zoo.families import without_dropout
 from tests.zoo.replay import as_call
 from tests.zoo.tables import ZOO
 
-SAMPLE = ("hf_bert_cls", "hf_resnet", "hf_t5", "hf_bloom_eager", "plain_user")
+SAMPLE = ("hf_resnet", "plain_user")
 NIGHTLY = (
+    "hf_bert_cls",
+    "hf_t5",
+    "hf_bloom_eager",
     "hf_vit",
     "hf_phi3",
     "hf_llama",

@@ -22,6 +22,7 @@ ROUTED = [
         MISSING,
         gradient_not_summed("/topk*"),
         "left_out",
+        is_nightly=True,
     ),
     Bug(
         "the weights of rows whose experts are cut inside",
@@ -173,6 +174,7 @@ ROUTED = [
         ORDER,
         routed_plants.all_have_the_first,
         "travelling",
+        is_nightly=True,
     ),
     Bug(
         "gates cut from what they multiply",

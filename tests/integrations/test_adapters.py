@@ -190,6 +190,7 @@ def gan(rank, ranks, planning, folder, resume):
 BODIES["gan"] = gan
 
 
+@pytest.mark.nightly
 @pytest.mark.machines
 @pytest.mark.timeout(400)
 def test_two_networks_are_optimized_by_hand_as_on_one_device(tmp_path):
@@ -219,7 +220,8 @@ def on_rank_with_dropout(rank, name, folder, resume):
 
 @pytest.mark.machines
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param("fabric", marks=pytest.mark.nightly), "accelerate"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["fabric", "accelerate"])
 def test_random_numbers_go_on_where_they_were(name, tmp_path):
     """A run with dropout that is resumed says, bit for bit, what the run says that was not stopped."""
     two, three = str(tmp_path / "two"), str(tmp_path / "three")

@@ -115,6 +115,7 @@ def smoothed(outputs, labels, num_items_in_batch=None):
     return loss / num_items_in_batch
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_best_model_smoothed_labels_and_compiled_programs_are_those_of_one_device(tmp_path):
     """The best is that of the first evaluation, as greater is better here."""

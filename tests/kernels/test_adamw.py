@@ -15,6 +15,7 @@ from autopar.kernels import adamw
 from autopar.letters import NotServed
 from benchmarks.memory import Live
 from tests.kernels.cases import _error
+from tests.shares import diagonal
 
 RATES = dict(lr=0.02, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
 
@@ -45,8 +46,7 @@ def _clipped(mine, norm):
     torch.nn.utils.clip_grad_norm_(mine, norm)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("norm", [None, 0.5])
+@pytest.mark.parametrize("norm, dtype", diagonal([None, 0.5], [torch.float32, torch.bfloat16, torch.float16]), ids=str)
 def test_the_kernel_is_as_near_to_double_as_the_ops(dtype, norm, interpret, monkeypatch):
     """What it leaves, states and master copy."""
     found = {}

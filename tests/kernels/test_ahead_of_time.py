@@ -1,6 +1,6 @@
 """Every kernel compiles for GPUs that are not there, and keeps what it holds in registers.
 
-By day each variant for one of the GPUs in one dtype, nightly for all.
+By day some variants of each kernel for one of the GPUs in one dtype, nightly all for all.
 """
 
 from __future__ import annotations

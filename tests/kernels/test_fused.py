@@ -35,7 +35,7 @@ from tests.random_plans import cheapest_at_random, with_random_states
 from tests.shares import one_in
 
 
-@pytest.mark.parametrize("name", one_in(4, SITES))
+@pytest.mark.parametrize("name", one_in(6, SITES))
 def test_kernels_stand_where_a_random_program_has_their_ops(name):
     """Nobody would choose such plans: conversions stand inside of most groups, and results are saved as it comes."""
     build, config = SITES[name]
@@ -70,7 +70,7 @@ TURNED = {"q": torch.randn(2, 4, 5, 16), "k": torch.randn(2, 4, 5, 16)}
 TURNED |= {"cos": torch.randn(1, 1, 5, 16), "sin": torch.randn(1, 1, 5, 16)}
 
 
-@pytest.mark.parametrize("name", [*one_in(3, SITES), "turned"])
+@pytest.mark.parametrize("name", [*one_in(6, SITES), "turned"])
 def test_kernels_stand_where_conversions_leave_them(name, monkeypatch):
     """Conversions are drawn, before any op and of any operand: a program that nobody runs, but in which they stand."""
     monkeypatch.setattr(Localiser, "_steps", lambda self, steps, whole, source: (str(steps), whole.shape))

@@ -15,7 +15,7 @@ from autopar.codegen import joint, schedule
 from autopar.codegen.buffer_reuse import write_over
 from autopar.kernels import NAMES, families
 from benchmarks.memory import Live, cpu, gpt2, llama
-from tests.shares import one_in
+from tests.shares import by_day, one_in
 
 ASSUMED = Assume(no_padding=True)
 CASES = {"llama": llama, "gpt2": lambda: gpt2(0.0)}
@@ -57,7 +57,7 @@ def parameters(module):
     return [*module.parameters(), *module.buffers()]
 
 
-@pytest.mark.parametrize(("name", "share"), one_in(3, [("llama", 0.7), ("llama", 1.0), ("gpt2", 0.6), ("gpt2", 1.0)]))
+@pytest.mark.parametrize(("name", "share"), one_in(4, [("llama", 0.7), ("llama", 1.0), ("gpt2", 0.6), ("gpt2", 1.0)]))
 def test_a_program_with_kernels_holds_what_its_plan_says(name, share, of_no_temporaries):
     model, batch, how = CASES[name]()
     model = model.to(torch.bfloat16)
@@ -73,7 +73,7 @@ def test_a_program_with_kernels_holds_what_its_plan_says(name, share, of_no_temp
         assert plan.peak_bytes < plain.peak_bytes
 
 
-@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("chunks", by_day([2, 4], 4))
 def test_gradients_of_a_chunk_lie_where_its_logits_did(chunks, of_no_temporaries, monkeypatch):
     """A head of many classes in chunks holds one matrix of logits or their gradients, never two."""
     vocabulary = 16384

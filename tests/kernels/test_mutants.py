@@ -12,6 +12,7 @@ import torch
 
 from autopar.kernels import rows
 from tests.kernels.cases import CASES, is_near
+from tests.shares import by_day
 
 WRONG = {  # a case, and what is written instead
     "rms_norm, odd columns": ("(along * root / columns)", "(along * root / BLOCK)"),
@@ -41,7 +42,7 @@ WRONG = {  # a case, and what is written instead
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", by_day(WRONG, *(name for name in WRONG if "wide" not in name)))
 def test_a_wrong_kernel_is_caught(name, interpret, tmp_path):
     case, (right, wrong) = CASES[name], WRONG[name]
     written = [pathlib.Path(module.__file__).read_text() for module in (case.module, rows)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,18 +11,19 @@ from autopar.kernels import cross_entropy
 from autopar.kernels.cross_entropy_part import rows_of_part
 from tests.kernels import over
 from tests.kernels.cases import CASES, is_near, results
+from tests.shares import by_day
 
 _CANARY = 12345.0
 _WIDTH = 64  # of canaries on either side
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# every dtype of every case; of rows that are long, which the interpreter takes seconds for, one dtype each by day
-NEAR = [
-    pytest.param(name, dtype, marks=pytest.mark.nightly if "wide" in name and (i + k) % 3 else [])
-    for i, name in enumerate(CASES)
-    for k, dtype in enumerate(DTYPES)
-]
+# Rows that are long, or read again because they do not fit, take the interpreter seconds: by day two of them.
+LONG = ("rms_norm, wide", "rms_norm, read again")
+SHORT = [name for name in CASES if "wide" not in name and "read again" not in name]
+NEAR = by_day(
+    itertools.product(CASES, DTYPES), *itertools.product(SHORT, DTYPES), *((name, torch.bfloat16) for name in LONG)
+)
 
 
 @pytest.mark.parametrize("name, dtype", NEAR, ids=str)
@@ -35,9 +38,7 @@ def test_a_gradient_over_logits_is_that_beside_them(dtype, runs, request):
     over.check(dtype, "cpu")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name == "layer_norm, wide" else []) for name in CASES]
-)
+@pytest.mark.parametrize("name", by_day(CASES, *SHORT, *LONG))
 def test_a_kernel_writes_and_reads_nothing_beside_its_tensors(name, interpret, monkeypatch):
     """Operands stand between numbers that are none, results between canaries: neither leaves a trace."""
     case, made = CASES[name], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from autopar.kernels import NAMES
 from tests.kernels.sites import SITES
 from tests.language import bert, drawn, gpt2, llama
 from tests.models import eager_links
-from tests.shares import diagonal
+from tests.shares import by_day
 
 MODELS = {
     "gpt2": lambda: gpt2(dropout=0.0),
@@ -67,7 +68,14 @@ def run(threads, model, how, kernels):
     return threads(ranks, step, models, batch, mesh, kernels, asked)[0]
 
 
-@pytest.mark.parametrize("model, how", diagonal(list(MODELS), list(HOW), 4))
+@pytest.mark.parametrize(
+    "model, how",
+    by_day(
+        itertools.product(MODELS, HOW),
+        ("qwen3", "zero3 on four"),
+        ("bert", "two by two, recompute"),
+    ),
+)
 def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
     _, plain, gradients = run(threads, model, how, False)
     count, loss, found = run(threads, model, how, NAMES)
@@ -85,8 +93,8 @@ def test_kernels_change_no_bit_on_a_cpu(model, how, threads):
         pytest.param("llama", "zero3 on four", marks=pytest.mark.nightly),
         pytest.param("llama", "two by two, recompute", marks=pytest.mark.nightly),
         ("llama", "two micro-batches"),
-        ("gpt2, dropout", "two by two, recompute"),
-        ("gemma2", "zero3 on four"),
+        pytest.param("gpt2, dropout", "two by two, recompute", marks=pytest.mark.nightly),
+        pytest.param("gemma2", "zero3 on four", marks=pytest.mark.nightly),
     ],
 )
 def test_custom_ops_in_a_program_give_the_same_step(model, how, as_ops, threads):
@@ -129,7 +137,8 @@ def cut_head(rank, models, batch, asked):
     return parallel.code, loss.detach(), [p.grad.full_tensor() for p in parallel.parameters()]
 
 
-@pytest.mark.parametrize("vocabulary, precision", diagonal([64, 61], [None, "bfloat16"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("vocabulary, precision", list(itertools.product([64, 61], [None, "bfloat16"])))
 def test_a_cut_vocabulary_is_read_once(vocabulary, precision, interpret, threads):
     torch.manual_seed(0)
     first = Head(vocabulary)
@@ -158,9 +167,8 @@ def over_logits(rank, models, batch, asked):
     return forward.count("_backward_.default"), loss.detach(), [p.grad.full_tensor() for p in parallel.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("cut", "compiled"), [("S(0)@0", False), pytest.param("R", False, marks=pytest.mark.nightly), ("R", True)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("cut", "compiled"), [("S(0)@0", False), ("R", False), ("R", True)])
 def test_gradients_are_written_over_the_logits_of_a_chunk(cut, compiled, interpret, threads):
     LOWERED.clear()
     torch.manual_seed(0)
@@ -216,6 +224,7 @@ def counted_flops(rank, models, batch, kernels):
     return parallel.code.count("# one kernel"), counter.get_flop_counts()["Global"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.nightly), "gpt2"])
 def test_kernels_leave_the_count_of_flops_as_it_is(model, interpret, threads):
     """Torch counts products and attention: nothing that kernels stand for, and no kernel counts as anything."""

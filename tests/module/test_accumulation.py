@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from autopar.runtime.collectives import PACK, STEPS
 from autopar.search import plan_of
 from autopar.testing import Equality, on_threads
 from tests.models import batch_of, eager_links, mlp_case
+from tests.shares import by_day
 from tests.training import whole
 
 MESHES = {
@@ -50,11 +52,7 @@ def always(waits):
 
 @pytest.mark.parametrize(
     "parallel, rows",
-    [
-        pytest.param(p, r, marks=[] if p and (len(r) == 4 or p == "zero3") else pytest.mark.nightly)
-        for p in MESHES
-        for r in ((8, 8, 8), (8, 3, 8, 5))
-    ],
+    by_day(itertools.product(MESHES, ((8, 8, 8), (8, 3, 8, 5))), ("zero3", (8, 3, 8, 5))),
     ids=str,
 )
 def test_gradients_that_wait_come_to_what_one_device_adds_up(parallel, rows):

@@ -20,6 +20,7 @@ import autopar
 from autopar.letters import NotCaptured, NotServed
 from autopar.testing import on_threads
 from tests.models import eager_links
+from tests.shares import by_day, diagonal
 from tests.training import whole
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -125,8 +126,8 @@ class Stopping(nn.Module):
         return self.last(h.tanh()).pow(2).mean()
 
 
+@pytest.mark.parametrize("is_one", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kinds", [(False, True), (True, False)], ids=str)
-@pytest.mark.parametrize("is_one", [True, False], ids=["one model", "two models"])
 def test_programs_that_differ_by_what_is_recorded_alone_are_two(kinds, is_one):
     one = Stopping().double()
 
@@ -176,6 +177,7 @@ def theirs_with(**attributes):
     return model
 
 
+@pytest.mark.nightly
 def test_what_no_forward_reads_is_looked_at_once():
     def body(rank):
         mine = autopar.autoparallelize(copy.deepcopy(MODEL), {"x": X}, mesh=2, parallel="dp", cluster=eager_links())
@@ -315,7 +317,7 @@ class Before(Warm, Behind):
     pass
 
 
-@pytest.mark.parametrize("cls", [Warm, Own, Before])
+@pytest.mark.parametrize("cls", by_day([Warm, Own, Before], Own))
 def test_what_made_no_difference_once_is_not_forgotten(cls):
     theirs, target = cls().double(), torch.arange(8) % 6
     mine = autopar.autoparallelize(copy.deepcopy(theirs), {"x": X}, mesh=1)
@@ -360,8 +362,7 @@ class Centred(nn.Module):
             self.layers[0].centre, self.layers[1].centre = first, second
 
 
-@pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("kind", ["registered", "an attribute", "in a list"])
+@pytest.mark.parametrize("moves, kind", diagonal([False, True], ["registered", "an attribute", "in a list"]))
 def test_buffers_may_be_tied_and_untied_later(kind, moves):
     theirs = Centred(kind, moves).double()
     mine = autopar.autoparallelize(copy.deepcopy(theirs), (X,), mesh=1)

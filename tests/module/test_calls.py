@@ -18,6 +18,7 @@ from autopar.letters import Anomaly, Disagreement, Lost, NotCaptured, NotServed
 from autopar.testing import Equality, on_threads
 from autopar.tracer.precision import reference
 from tests.models import eager_links
+from tests.shares import by_day, diagonal
 from tests.training import whole
 
 DOUBLE = {"dtype": torch.float64}
@@ -83,6 +84,7 @@ class Turned(nn.Module):
         return h.view(-1, 4, 8) * self.weight.reshape(8, 4).flatten().view(1, 4, 8) + self.shift.flatten().reshape(4, 8)
 
 
+@pytest.mark.nightly
 def test_the_tokens_of_a_language_model_may_be_slices():
     tokens = torch.randint(0, 24, (4, 9), generator=torch.Generator().manual_seed(1))
     batch = {"ids": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -210,8 +212,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("param, tolerance", [("float64", 1e-6), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("param, tolerance, name", diagonal([("float64", 1e-6), ("bfloat16", 0.05)], list(NORMS)))
 def test_norms_under_a_precision(name, param, tolerance):
     """Running statistics are stored in float32.
 
@@ -303,7 +304,7 @@ def several(model, waiting):
     return left
 
 
-EVERYWHERE = [(1, None), (2, "zero3"), ((2, 2), None), pytest.param(2, "dp", marks=pytest.mark.nightly)]
+EVERYWHERE = by_day([(1, None), (2, "zero3"), ((2, 2), None), (2, "dp")], (2, "zero3"))
 
 
 @pytest.mark.parametrize("mesh, parallel", EVERYWHERE, ids=str)
@@ -324,6 +325,7 @@ def test_parameters_that_no_loss_reaches_have_no_gradient(mesh, parallel):
             Equality.in_float64(f"{name}, {parallel} on {mesh}", *there, 1e-9).check()
 
 
+@pytest.mark.nightly
 def test_an_optimizer_leaves_alone_what_no_loss_reaches():
     def trained(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
@@ -400,11 +402,8 @@ LETTERS = {
 @pytest.mark.parametrize(
     "name, later",
     [
-        # what is kept is found by one look at what hooks left: at a value made of it by day
-        *(
-            pytest.param(name, False, marks=pytest.mark.nightly if name == "keeps what it returns" else [])
-            for name in LETTERS
-        ),
+        # what is kept is found by one look at what hooks left, through all objects: at a value made of it by day
+        *(pytest.param(name, False, marks=pytest.mark.nightly if name.startswith("keeps") else []) for name in LETTERS),
         ("keeps what it makes of it", True),
     ],
 )

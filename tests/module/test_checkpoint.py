@@ -75,17 +75,18 @@ def losses(rank, shape, path, first, last, save_at=None, dies_at=None):
     )
 
 
-def test_a_run_goes_on_from_where_it_was_lost(tmp_path):
+@pytest.mark.parametrize("shapes", [[(1,)], pytest.param([(4,), (1,)], marks=pytest.mark.nightly)], ids=str)
+def test_a_run_goes_on_from_where_it_was_lost(shapes, tmp_path):
     """Saved on (2, 2) with a fused weight cut by blocks, dropout on; a rank dies.
 
-    It goes on on (4,), on one process, and in a model that knows nothing of this.
+    It goes on on other meshes, and in a model that knows nothing of this.
     """
     path = str(tmp_path / "at 2")
     (expected, parameters, placements, at_two), *_ = on_processes(4, losses, (2, 2), path, 0, 5)
     assert "Strided" in placements[0]
     with pytest.raises(Exception, match=r"rank|exit|7|closed|reset"):
         on_processes(4, losses, (2, 2), path, 0, 5, 2, 3)
-    for shape in ((4,), (1,)):
+    for shape in shapes:
         (found, after, *_), *_ = on_processes(DeviceMesh(shape).size, losses, shape, path, 2, 5)
         assert found == pytest.approx(expected[2:], rel=1e-5)
         assert all(torch.allclose(after[n], parameters[n], atol=3e-4) for n in parameters)

@@ -73,9 +73,7 @@ def by_hand(model):
         pytest.param(
             k,
             p,
-            marks=[]
-            if (k, p) in (("gpt2", None), ("llama", "zero3"), ("bert", "megatron"), ("net", "zero3"))
-            else pytest.mark.nightly,
+            marks=[] if (k, p) in (("llama", "zero3"), ("bert", "megatron"), ("net", "zero3")) else pytest.mark.nightly,
         )
         for k in ("gpt2", "llama", "bert", "net")
         for p in ("zero3", "megatron", None)
@@ -106,7 +104,8 @@ def test_values_are_those_of_the_recipes_on_one_device(kind, parallel):
         )
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_draws_by_position_are_the_same_under_every_plan(kind):
     model, batch = on_meta(TEXT[kind]), batch_for(kind)
 

@@ -58,10 +58,10 @@ def trained(model, batches, part=lambda b: b):
     "mesh, how, text",
     [
         (DP, dict(parallel="dp"), "S(0)"),
-        (BOTH, dict(parallel=dict(tensor=2, data=2)), "S(0)@dp"),
-        (BOTH, dict(parallel="zero3"), "S(0)@dp, S(0)@tp"),
-        (DP, dict(constraints={"x": "S(1)", "y": "R"}), "R"),
-        (DP, dict(constraints={"x": "S(0)", "y": "R"}), "S(0)"),
+        pytest.param(BOTH, dict(parallel=dict(tensor=2, data=2)), "S(0)@dp", marks=pytest.mark.nightly),
+        pytest.param(BOTH, dict(parallel="zero3"), "S(0)@dp, S(0)@tp", marks=pytest.mark.nightly),
+        pytest.param(DP, dict(constraints={"x": "S(1)", "y": "R"}), "R", marks=pytest.mark.nightly),
+        pytest.param(DP, dict(constraints={"x": "S(0)", "y": "R"}), "S(0)", marks=pytest.mark.nightly),
     ],
     ids=str,
 )

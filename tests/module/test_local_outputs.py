@@ -11,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.letters import NotServed
+from tests.shares import by_day
 
 
 class Classifier(nn.Module):
@@ -71,7 +72,7 @@ def alone(model, batches, labels):
     return losses, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", by_day(HOW, "rows on two", "weights on two"))
 def test_a_loop_of_own_rows_trains_the_single_device_model(how, threads):
     ranks, asked = HOW[how]
     torch.manual_seed(0)

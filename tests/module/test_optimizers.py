@@ -21,6 +21,7 @@ from autopar.letters import Letter, NotServed
 from autopar.module.optimizers import take_parts
 from autopar.testing import Equality, on_processes
 from tests.models import eager_links
+from tests.shares import by_day
 from tests.training import whole
 
 FORMS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -256,7 +257,9 @@ def test_optimizers_of_others_that_fail_in_mid_step_are_letters(build):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("build", [torch.optim.Adafactor, torch.optim.LBFGS], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "build", by_day([torch.optim.Adafactor, torch.optim.LBFGS], torch.optim.Adafactor), ids=lambda c: c.__name__
+)
 def test_where_parameters_are_whole_they_serve(build):
     """Adafactor and LBFGS, on a mesh of one."""
     torch.manual_seed(0)
@@ -296,7 +299,9 @@ class Uneven(nn.Module):
         return (self.last(gate.sigmoid() * up) * self.scale).pow(2).mean()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD nesterov", "autopar AdamW"])
+@pytest.mark.parametrize(
+    "name", by_day(["AdamW", "AdamW foreach", "SGD nesterov", "autopar AdamW"], "AdamW", "autopar AdamW")
+)
 def test_states_of_one_device_are_loaded_on_a_mesh(name, threads):
     """Whole tensors, of which each rank takes its part; the step after is that of one device."""
     torch.manual_seed(3)

@@ -17,6 +17,7 @@ from autopar.tracer import ColoTracer, Graph
 from tests import language
 from tests.models import eager_links
 from tests.oracle import InFloat64
+from tests.shares import by_day
 from tests.training import whole
 
 BATCH = {k: torch.randint(0, 40, (4, 8), generator=torch.Generator().manual_seed(3)) for k in ("input_ids", "labels")}
@@ -36,7 +37,7 @@ def llama():
 
 @pytest.mark.parametrize(
     "parallel, mesh",
-    [pytest.param(None, (4,), marks=pytest.mark.nightly), ("megatron", (2, 2)), ("zero3", (4,)), ("2d", (2, 2))],
+    by_day([(None, (4,)), ("megatron", (2, 2)), ("zero3", (4,)), ("2d", (2, 2))], ("2d", (2, 2))),
     ids=str,
 )
 def test_gradients_arrive_at_named_outputs(parallel, mesh):

@@ -25,6 +25,7 @@ from autopar.tracer import ColoTracer
 from tests import language
 from tests.models import eager_links
 from tests.oracle import InFloat64
+from tests.shares import by_day
 from tests.training import whole
 
 
@@ -92,7 +93,7 @@ def same(model, mine, batch, weigh=None):
 
 @pytest.mark.parametrize(
     "build, parallel, mesh",
-    [pytest.param(llama, None, (2,), marks=pytest.mark.nightly), (llama, "zero3", (2, 2)), (bert, "megatron", (2,))],
+    by_day([(llama, None, (2,)), (llama, "zero3", (2, 2)), (bert, "megatron", (2,))], (bert, "megatron", (2,))),
     ids=["llama", "llama zero3", "bert megatron"],
 )
 def test_other_lengths_share_programs_and_compute_the_same(build, parallel, mesh):
@@ -116,11 +117,12 @@ def test_other_lengths_share_programs_and_compute_the_same(build, parallel, mesh
     assert all(on_threads(math.prod(mesh), body))
 
 
-def test_two_lengths_at_once():
+@pytest.mark.parametrize("last", [(9, 14), pytest.param((16, 3), marks=pytest.mark.nightly)])
+def test_two_lengths_at_once(last):
     model = t5()
     with InFloat64():
         mine = autopar.autoparallelize(copy.deepcopy(model), two_texts(16, 16), mesh=1, pad_to=8)
-        for lengths in ((11, 11), (9, 14), (16, 3)):  # the first does not tell which of both an output follows
+        for lengths in ((11, 11), last):  # the first does not tell which of both an output follows
             same(model, mine, two_texts(*lengths))
 
 
@@ -307,6 +309,7 @@ def test_training_and_eval_may_give_different_things():
     assert all(on_threads(2, body))
 
 
+@pytest.mark.nightly
 def test_dropout_is_left_out_where_both_ways_are_compared():
     model = bert(dropout=0.2)
 
@@ -326,6 +329,7 @@ def test_dropout_is_left_out_where_both_ways_are_compared():
     assert one == other
 
 
+@pytest.mark.nightly
 def test_a_kind_of_call_is_tried_once_and_each_kind_by_itself():
     model = bert()
 
@@ -359,6 +363,7 @@ def test_a_kind_of_call_is_tried_once_and_each_kind_by_itself():
     assert all(on_threads(2, body))
 
 
+@pytest.mark.nightly
 def test_ranks_that_pass_other_lengths_of_one_batch_are_a_letter():
     model = llama()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from importlib import resources
 
@@ -23,6 +24,7 @@ from autopar.search import plan_again, plan_of
 from autopar.testing import Equality, on_threads
 from tests.language import gpt2
 from tests.models import MLP, batch_of, eager_links, mlp_case
+from tests.shares import by_day
 from tests.training import results, whole
 
 MESHES = [DeviceMesh((2,), ("dp",)), DeviceMesh((2, 2), ("dp", "tp"))]
@@ -36,11 +38,7 @@ def parallel(model, batch, **how):
 
 @pytest.mark.parametrize(
     "preset, mesh",
-    [
-        pytest.param(p, m, marks=[] if (p in (None, "zero3")) == (len(m.shape) == 2) else pytest.mark.nightly)
-        for p in (None, "dp", "zero3", "megatron")
-        for m in MESHES
-    ],
+    by_day(itertools.product((None, "dp", "zero3", "megatron"), MESHES), ("zero3", MESHES[1])),
     ids=str,
 )
 def test_batches_of_other_sizes(preset, mesh):
@@ -245,6 +243,7 @@ def test_under_autocast_it_computes_as_eager_does_under_autocast():
         assert torch.allclose(without["loss"], plain["loss"], rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_line_says_what_no_earlier_call_had(caplog):
     """Autocast is new; the mode and gradients are not, though the call before had both otherwise."""
     model, batch = MLP(16), {k: v.float() for k, v in batch_of(8).items()}

@@ -13,6 +13,7 @@ import autopar
 from autopar import DeviceMesh
 from autopar.testing import Equality, on_processes
 from tests.models import batch_of, eager_links, lora_case, mlp_case
+from tests.shares import by_day
 from tests.training import lora_on_ranks, lora_steps, whole
 
 FORMS = {
@@ -68,7 +69,7 @@ def on_ranks(rank, model, batch, parallel, mesh):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("parallel, mesh", [("zero3", (2,)), ("megatron", (2,))], ids=str)
+@pytest.mark.parametrize("parallel, mesh", by_day([("zero3", (2,)), ("megatron", (2,))], ("zero3", (2,))), ids=str)
 def test_optimizers_clipping_schedules_and_loss_scaling(parallel, mesh):
     model, batch = mlp_case()
     ours = on_processes(2, on_ranks, model, batch, parallel, mesh)
@@ -80,7 +81,7 @@ def test_optimizers_clipping_schedules_and_loss_scaling(parallel, mesh):
     assert ours[0]["adamw fused", True]["scale"] < 128
 
 
-@pytest.mark.parametrize("parallel", ["dp", "zero3"])
+@pytest.mark.parametrize("parallel", by_day(["dp", "zero3"], "zero3"))
 def test_lora_trains_what_it_trains(parallel):
     torch.manual_seed(1)
     model, batch = lora_case()

@@ -17,6 +17,7 @@ from autopar.letters import Letter, NotServed
 from autopar.runtime.patches import STANDING
 from autopar.testing import Equality
 from tests.models import eager_links
+from tests.shares import by_day
 from tests.torch_releases import IS_2_11
 from tests.training import whole
 
@@ -391,7 +392,7 @@ def drawn_on_rank(rank, parallel, is_one_seed):
     return found
 
 
-@pytest.mark.parametrize("parallel, is_one_seed", [("zero3", True), ("dp", False)])
+@pytest.mark.parametrize("parallel, is_one_seed", by_day([("zero3", True), ("dp", False)], ("zero3", True)))
 def test_draws_on_parameters_are_those_of_one_device(parallel, is_one_seed, processes):
     """Those of rank 0: with other seeds on other ranks, too, copies stay copies."""
     for found in processes(2, drawn_on_rank, parallel, is_one_seed):
@@ -419,14 +420,10 @@ def on_rank(rank, parallel, mesh):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "parallel, mesh",
-    [
-        pytest.param("zero3", 2, marks=pytest.mark.nightly),  # on three processes by day
-        ("megatron", 2),
-        pytest.param("dp", 2, marks=pytest.mark.nightly),
-        ("2d", (2, 2)),
-    ],
+    [("zero3", 2), ("megatron", 2), ("dp", 2), ("2d", (2, 2))],
     ids=str,
 )
 def test_lines_of_a_loop_do_what_they_do_on_one_device(parallel, mesh, threads):

@@ -213,6 +213,7 @@ def starts_late(rank, folder, port):
     os._exit(0)
 
 
+@pytest.mark.nightly
 def test_a_start_may_take_longer_than_a_collective(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

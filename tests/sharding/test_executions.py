@@ -20,10 +20,10 @@ from tests.sharding.world import World, kept
 #         ranks, mesh, shape, blocks of dim 0, pairs
 WORLDS = [
     pytest.param(4, (4,), (8, 12), (), 60, marks=pytest.mark.nightly),
-    (4, (2, 2), (7, 5), (), 60),
+    pytest.param(4, (2, 2), (7, 5), (), 60, marks=pytest.mark.nightly),
     pytest.param(4, (2, 2), (16, 4), (8, 8), 90, marks=pytest.mark.nightly),
     (4, (2, 2), (16, 6), (8, 4, 4), 60),
-    (8, (2, 4), (8, 9), (), 80),
+    pytest.param(8, (2, 4), (8, 9), (), 80, marks=pytest.mark.nightly),
     (8, (2, 2, 2), (9, 8, 3), (), 90),
     (8, (4, 2), (32, 4), (8, 8, 8, 8), 80),
     pytest.param(8, (2, 2, 2), (16, 2, 2), (8, 8), 80, marks=pytest.mark.nightly),

@@ -53,7 +53,9 @@ def test_a_sample_on_three_axes():
     compare(DeviceMesh((2, 2, 2)), (16, 32), pairs=1500)
 
 
-@pytest.mark.parametrize("blocks", [(16, 16), (16, 8, 8), (8, 8, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "blocks", [pytest.param(b, marks=pytest.mark.nightly) for b in ((16, 16), (16, 8, 8))] + [(8, 8, 8, 8)], ids=str
+)
 def test_a_sample_of_blocks_on_three_axes(blocks):
     compare(DeviceMesh((2, 2, 2)), (32, 16), [(0, blocks)], pairs=1500)
 

@@ -121,7 +121,7 @@ def everything(space):
         yield seconds, max(held)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(spaces_with_memory(), st.floats(0.0, 1.0), st.sampled_from(["cbc", "highs"]))
 def test_under_a_budget_the_solver_agrees_with_trying_everything(space, share, solver):
     all_ = [(s, p) for s, p in everything(space) if np.isfinite(s)]
@@ -171,7 +171,7 @@ def convolutions():
 MODELS = {"gpt2": CASES["gpt2"], "mlp": mlp_case, "llama": lambda: CASES["llama"](1), "convolutions": convolutions}
 
 
-@pytest.mark.parametrize("name", one_in(4, MODELS))
+@pytest.mark.parametrize("name", one_in(4, MODELS, 1))
 def test_more_memory_is_never_slower(name):
     model, batch = MODELS[name]()
     how = {
@@ -208,7 +208,7 @@ def test_a_budget_that_cannot_be_read_is_a_letter(budget):
         autopar.plan(model, batch, mesh=2, memory_budget=budget)
 
 
-@pytest.mark.parametrize("policy", ["selective", "full", "chen"])
+@pytest.mark.parametrize("policy", one_in(2, ["selective", "full", "chen"]))
 def test_the_budget_that_a_letter_names_is_met_under_a_policy(policy):
     model, batch = meta_gpt2(2, rows=16, length=128)
     how = {"mesh": (2,), "recompute": policy, "microbatches": 1, "chunks": 1}

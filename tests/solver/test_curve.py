@@ -11,6 +11,7 @@ import autopar
 from autopar.letters import BadBudget, BadPlan, Infeasible
 from tests.language import CASES
 from tests.models import mlp_case
+from tests.shares import by_day
 
 MODELS = {"gpt2": CASES["gpt2"], "mlp": mlp_case, "bert": CASES["bert"], "llama": lambda: CASES["llama"](2)}
 WORSE = 0.05  # a plan for one budget is looked at more closely than a point of a curve: so much slower it may be
@@ -21,7 +22,7 @@ def planned(name, **how):
     return autopar.plan(model, batch, mesh=(2, 2), microbatches=1, chunks=1, **how)
 
 
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.nightly) for n in MODELS if n != "gpt2")])
+@pytest.mark.parametrize("name", by_day(MODELS, "mlp"))
 def test_a_curve_is_what_plans_are(name):
     free = planned(name, memory_budget=math.inf)
     curve = free.curve(12)
@@ -47,6 +48,7 @@ def test_a_budget_that_nothing_fits_is_said():
         planned("mlp", memory_budget=1)
 
 
+@pytest.mark.nightly
 def test_a_curve_keeps_to_the_plans_policy():
     free = planned("mlp", memory_budget=math.inf, recompute="none")
     curve = free.curve(4)

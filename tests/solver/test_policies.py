@@ -28,6 +28,7 @@ from autopar.space.shardings import shardings
 from autopar.space.timeline import Timeline
 from autopar.tracer import ColoTracer
 from tests.models import eager_links
+from tests.shares import one_in
 
 
 class Block(nn.Module):
@@ -135,7 +136,7 @@ def space_of(name, monkeypatch):
     return space, policy
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_the_bound_is_of_plans_that_keep_to_the_policy(name, monkeypatch):
     """Against all of them: under it without a budget and with, and near it where memory is nothing."""
     space, policy = space_of(name, monkeypatch)
@@ -153,7 +154,7 @@ def test_the_bound_is_of_plans_that_keep_to_the_policy(name, monkeypatch):
         assert truth * (1 - 1e-9) <= plan.step_time_s <= truth * 1.06
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES, 1))
 def test_what_a_policy_always_repeats_or_never_is_so_on_every_line(name, monkeypatch):
     space, policy = space_of(name, monkeypatch)
     plans = list(under(policy, space, math.inf))
@@ -169,7 +170,7 @@ def test_what_a_policy_always_repeats_or_never_is_so_on_every_line(name, monkeyp
                 assert not is_repeated or not any(line.fixed[v] for v in run.makes)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_whatever_prices_are_the_tables_of_a_policy_give_a_bound(name, monkeypatch):
     """At every time of backward, at prices of bytes and of having values that are drawn."""
     space, policy = space_of(name, monkeypatch)

@@ -29,6 +29,7 @@ from autopar.testing import Equality
 from autopar.tracer import ColoTracer
 from tests.language import CASES, NO_PADDING, drawn, gpt2, llama, meta_gpt2, meta_llama_8b
 from tests.models import mlp_case, peaks, still
+from tests.shares import by_day, diagonal, one_in
 from tests.training import whole
 
 
@@ -104,7 +105,7 @@ def of_large_layers():
     return functools.cache(made)
 
 
-@pytest.mark.parametrize("mode", ["2d", "2.5d", "3d"])
+@pytest.mark.parametrize("mode", by_day(["2d", "2.5d", "3d"], "2d", "3d"))
 def test_a_tensor_mode_is_laid_out_as_its_inventors_say(mode, of_large_layers):
     """Rows, features and sums of each product lie on the axes that the papers name.
 
@@ -160,7 +161,7 @@ def test_megatron_reduces_twice_a_layer_each_way():
             )
         ),
         ("gpt2", dict(tensor=dict(size=2, sequence=True), data=2)),
-        ("gpt2", "3d"),
+        pytest.param("gpt2", "3d", marks=pytest.mark.nightly),
         ("bert", "2.5d"),
         pytest.param(
             "gpt2", dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3)), marks=pytest.mark.nightly
@@ -199,8 +200,9 @@ def test_a_preset_trains_as_one_device_does(name, parallel, threads):
         ).check()  # the loss is a sum of float32 parts where the vocabulary is cut, LLaMA's norms are float32 too
 
 
-@pytest.mark.parametrize("parallel", ["dp", "zero3", dict(tensor=2, data=dict(size=2, zero=3))], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
+@pytest.mark.parametrize(
+    "name, parallel", diagonal(["gpt2", "vit"], ["dp", "zero3", dict(tensor=2, data=dict(size=2, zero=3))]), ids=str
+)
 def test_what_is_made_of_the_batch_stays_cut_by_rows(name, parallel):
     """Though computing the first layers everywhere may be faster than reducing their gradients."""
     model, batch = {"vit": vit, **CASES}[name]()
@@ -212,8 +214,7 @@ def test_what_is_made_of_the_batch_stays_cut_by_rows(name, parallel):
     assert not [warning for warning in plan.warnings if "not kept to" in warning]
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name, sequence", diagonal(["gpt2", "llama"], [False, True]))
 def test_megatrons_sums_are_made_whole_or_scattered_along_the_sequence(name, sequence):
     """Though on the same links the other is as fast; and it trains as one device does."""
     model, batch = CASES[name]()
@@ -272,7 +273,7 @@ def test_the_search_over_meshes_takes_the_best():
     assert "mesh" in found.table() and all(text in found.table() for text in each)
 
 
-@pytest.mark.parametrize("preset", ["dp", "zero1", "fsdp", {"data": {"size": 8, "zero": 3}}], ids=str)
+@pytest.mark.parametrize("preset", one_in(2, ["dp", "zero1", "fsdp", {"data": {"size": 8, "zero": 3}}]), ids=str)
 def test_a_preset_that_cuts_all_axes_alike_is_planned_on_one_mesh(preset):
     """And no mesh has a faster plan, nor a smaller one; between nodes and inside, meshes differ and are searched."""
     found = planned("mlp", 8, parallel=preset)
@@ -455,6 +456,7 @@ def test_with_communication_beside_compute_the_whole_integer_program_finds_the_s
     assert ours.lower_bound_s <= optimum * (1 + 1e-9) and optimum * (1 - 1e-9) <= ours.step_time_s <= optimum * 1.01
 
 
+@pytest.mark.nightly
 def test_between_the_plans_that_prices_lead_to_lie_better_ones(monkeypatch):
     """LLaMA-8B's layers in bfloat16, where communication and compute of a window are about equal."""
     model, batch = meta_llama_8b(6, rows=16, dtype=torch.bfloat16)
@@ -530,6 +532,7 @@ def test_2d_stores_its_weights_cut_along_data_too(zero):
     assert f"{len(whole)} of {len(plan.parameters)} parameters" in plan.warnings[0]
 
 
+@pytest.mark.nightly
 def test_a_budget_that_nothing_meets_names_the_smallest_plan_of_micro_batches():
     """Where one in micro-batches was met that is smaller than any of the whole batch."""
     model, batch, how = llama(1), drawn(16, 64, 64), {"mesh": 2, "assume": NO_PADDING, "chunks": 1}
@@ -545,7 +548,7 @@ def test_a_budget_that_nothing_meets_names_the_smallest_plan_of_micro_batches():
     ("make", "mesh", "share"),
     [
         pytest.param(gpt2, (2, 2), 0.1, id="gpt2 on (2, 2)", marks=pytest.mark.nightly),
-        pytest.param(llama, 2, 0.2, id="llama on 2"),
+        pytest.param(llama, 2, 0.2, id="llama on 2", marks=pytest.mark.nightly),  # under policies by day
     ],
 )
 def test_the_budget_that_a_letter_names_is_met(make, mesh, share):
@@ -563,6 +566,7 @@ def refused(model, batch, budget, **how):
     return raised.value
 
 
+@pytest.mark.nightly
 def test_a_budget_that_no_mesh_meets_tells_the_least_need_of_all_meshes():
     model, batch = mlp_case()
     batch = {name: torch.zeros(10, *t.shape[1:], dtype=t.dtype) for name, t in batch.items()}
@@ -580,6 +584,7 @@ def test_a_budget_that_no_mesh_meets_tells_the_least_need_of_all_meshes():
     assert autopar.plan(model, batch, mesh=6, memory_budget=int(one.smallest)).peak_bytes <= one.smallest
 
 
+@pytest.mark.nightly
 def test_the_free_plan_of_convolutions_is_no_slower_than_presets():
     """On two axes, where the search has to split variables that many others neighbour."""
     with torch.device("meta"):

@@ -105,10 +105,10 @@ MODELS = {
     "name, mesh, how",
     [
         ("dropout, tied weights, two micro-batches", (4,), {"parallel": "dp", "accumulation": 2}),
-        ("regathered", (4,), {"parallel": "zero3"}),
+        pytest.param("regathered", (4,), {"parallel": "zero3"}, marks=pytest.mark.nightly),
         # the message of the next window begins behind the end of the last one's
         ("gathered window by window", (4,), {"parallel": "zero3"}),
-        ("mostly parameters", (2,), {"parallel": "dp"}),
+        pytest.param("mostly parameters", (2,), {"parallel": "dp"}, marks=pytest.mark.nightly),
         (
             "gradients that are cut and cast",
             (4,),
@@ -153,11 +153,11 @@ def test_the_peak_is_what_one_rank_holds(name, mesh, how, fake_world):
 @pytest.mark.parametrize(
     "how",
     [
-        {"parallel": "zero3", "accumulation": 3},
+        pytest.param({"parallel": "zero3", "accumulation": 3}, marks=pytest.mark.nightly),
         {"parallel": "zero3", "microbatches": 3},
         {"parallel": "zero2", "accumulation": 2, "microbatches": 2, **BFLOAT16},
         {"parallel": "zero1", "accumulation": 3, **BFLOAT16},
-        {"parallel": "dp", "accumulation": 2, "microbatches": 2},
+        pytest.param({"parallel": "dp", "accumulation": 2, "microbatches": 2}, marks=pytest.mark.nightly),
         {"parallel": "dp", "microbatches": 3, "precision": autopar.Precision("bfloat16", "bfloat16")},
     ],
     ids=str,
@@ -185,7 +185,9 @@ PAIRS = memory.PAIRS | {
 @pytest.mark.parametrize(
     "name, share",
     [
-        ("vit zero3", None),  # copies of a window are there before the next gather begins
+        pytest.param(
+            "vit zero3", None, marks=pytest.mark.nightly
+        ),  # copies of a window are there before the next gather begins
         ("llama zero3 bfloat16 in 4 micro-batches", None),  # a reduction has finished before the next is packed
         # over two axes the second step of a reduction goes on beside the window after
         ("three layers of llama, zero3 over two axes", None),
@@ -204,9 +206,8 @@ def test_messages_of_windows_are_held_one_after_the_other(name, share):
     [
         # the embedding's gradient is no sum: the others wait for no bucket with it
         pytest.param("llama zero3 bfloat16", 0.7, marks=pytest.mark.nightly),
-        (
-            "two layers of llama, 2d",
-            0.5,
+        pytest.param(
+            "two layers of llama, 2d", 0.5, marks=pytest.mark.nightly
         ),  # norms are whole: the message of what is gathered again comes where the others are read
         pytest.param("llama tight", 0.7, marks=pytest.mark.nightly),  # a gradient is gathered behind its op's backward
         # a tied table's gradients are added up before they are reduced, and wait so
@@ -225,24 +226,38 @@ def test_a_plan_that_recomputes_holds_what_it_says(name, share):
     [
         ("selective scan", "dp"),  # the gradient of a sum is a number that is broadcast; two operands end in a product
         ("convolution and group norm", "free"),  # a residual's gradient is that of its sum
-        ("graph, sums", "free"),  # index_add keeps no operand; gradients that one block gives are added at its end
+        pytest.param(
+            "graph, sums", "free", marks=pytest.mark.nightly
+        ),  # index_add keeps no operand; gradients that one block gives are added at its end
         ("experts, all", "free"),  # what an einsum keeps between its products is cut as neither
         ("denoiser", "dp"),  # a CPU's attention is opened; a part of a value keeps all of it
         ("gated recurrence", "zero3"),  # logcumsumexp makes several tensors in backward
         # one operand of a sum gets the gradient of the sum as it comes, the other one converted from it
-        ("gated recurrence", "megatron"),
+        pytest.param("gated recurrence", "megatron", marks=pytest.mark.nightly),
         ("scan in chunks", "free at 60 %"),  # parts of a value have gradients of their own until they are put together
-        ("scan in chunks", "megatron"),  # one head a device: what an einsum copies of several is a view
+        pytest.param(
+            "scan in chunks", "megatron", marks=pytest.mark.nightly
+        ),  # one head a device: what an einsum copies of several is a view
         ("attention, mask", "megatron"),  # a mask is cut as itself, not as the queries
         ("attention, slopes", "free"),  # a mask of three dims has no fused kernel on a CPU
         ("attention, learned bias", "megatron"),  # a look-up in a part of a table keeps places in it
-        ("attention, learned bias", "free at 80 %"),  # a CPU's opened attention is not laid out as its queries
-        ("attention, learned bias", "free at 60 %"),  # values of one row are a view, those of more are copied
+        pytest.param(
+            "attention, learned bias", "free at 80 %", marks=pytest.mark.nightly
+        ),  # a CPU's opened attention is not laid out as its queries
+        pytest.param(
+            "attention, learned bias", "free at 60 %", marks=pytest.mark.nightly
+        ),  # values of one row are a view, those of more are copied
         pytest.param("graph, attention", "megatron", marks=pytest.mark.nightly),
-        ("attention, slopes", "megatron"),  # a mask that is cut where it is read last ends there
-        ("graph, attention", "dp"),  # what several ops gather alike is gathered once
+        pytest.param(
+            "attention, slopes", "megatron", marks=pytest.mark.nightly
+        ),  # a mask that is cut where it is read last ends there
+        pytest.param(
+            "graph, attention", "dp", marks=pytest.mark.nightly
+        ),  # what several ops gather alike is gathered once
         ("graph, sums", "megatron"),  # a gradient is reduced before it is added to what others gave
-        ("graph, sums", "free at 80 %"),  # what is recomputed reads a part of an input, which stays for it
+        pytest.param(
+            "graph, sums", "free at 80 %", marks=pytest.mark.nightly
+        ),  # what is recomputed reads a part of an input, which stays for it
         pytest.param("gated products", "free at 60 %", marks=pytest.mark.nightly),
     ],
 )

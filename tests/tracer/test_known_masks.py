@@ -12,6 +12,7 @@ import autopar
 from autopar.letters import NotCaptured, NotServed
 from autopar.testing import Equality, on_threads
 from tests.models import eager_links
+from tests.shares import one_in
 from tests.training import whole
 
 ROWS = 6
@@ -77,7 +78,7 @@ class Pairs(nn.Module):
         return self.function(rows, rows @ rows.T).mean()
 
 
-@pytest.mark.parametrize("function", WAYS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", one_in(2, WAYS), ids=lambda f: f.__name__)
 def test_what_they_choose_trains_as_on_one_device(function):
     batches = [torch.randn(ROWS, 4, dtype=torch.float64) for _ in range(3)]
 

@@ -13,6 +13,7 @@ from autopar.graph.graph import op_name
 from autopar.letters import NotCaptured
 from autopar.testing import Equality
 from autopar.tracer import ColoTracer, passes
+from tests.shares import diagonal
 from tests.tracer.loops_over_experts import (
     EXPERTS,
     HIDDEN,
@@ -28,8 +29,7 @@ from tests.tracer.loops_over_experts import (
 )
 
 
-@pytest.mark.parametrize("folds", [True, False], ids=["folded", "as captured"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("folds, way", diagonal([True, False], WAYS), ids=lambda of: getattr(of, "__name__", str(of)))
 def test_a_loop_computes_what_eager_does(way, folds, monkeypatch):
     model, x, direction = case(way)
     if not folds:

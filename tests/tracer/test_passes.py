@@ -73,7 +73,7 @@ def check_all(seeds) -> None:
     assert {"no_ops_leave", "indexing_is_spelled_out", "one_name_per_fan_out", "in_micro_batches"} <= changed
 
 
-@pytest.mark.parametrize("first", one_in(2, range(0, 200, AT_A_TIME)))
+@pytest.mark.parametrize("first", one_in(5, range(0, 200, AT_A_TIME)))
 def test_every_pass_keeps_the_gradients_of_eager(first):
     check_all(range(first, first + AT_A_TIME))
 

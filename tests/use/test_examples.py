@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.docs.blocks import HERE
+from tests.shares import by_day
 
 # of each: arguments, and what it has to say
 SMALL = {
@@ -91,7 +92,7 @@ ON_FOUR = {  # examples that train on four processes as on one device, and what 
 
 
 @pytest.mark.machines
-@pytest.mark.parametrize("example", ON_FOUR)
+@pytest.mark.parametrize("example", by_day(ON_FOUR, "long_sequences"))
 def test_four_processes_train_as_one_device(example, tmp_path):
     command = [sys.executable, str(HERE / "examples" / f"{example}.py")]
     said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)

@@ -22,6 +22,7 @@ from autopar.solver.folding import _folded, _unfolded
 from autopar.tracer import ColoTracer
 from tests.kernels.sites import SITES
 from tests.language import drawn, meta_gpt2, meta_llama_8b
+from tests.shares import by_day
 
 ASSUMED = Assume(no_padding=True)
 HOW = {
@@ -44,7 +45,7 @@ def planned(name):
     )
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("name", by_day(HOW, "llama", "gpt_neox"))
 def test_a_file_is_what_its_schema_says_and_gives_the_plan(name, tmp_path):
     plan, path = planned(name), tmp_path / "plan.json"
     plan.save(path)
@@ -58,6 +59,7 @@ def test_a_file_is_what_its_schema_says_and_gives_the_plan(name, tmp_path):
     assert again.table() == plan.table()
 
 
+@pytest.mark.nightly
 def test_many_layers_take_no_more_room_than_few(tmp_path):
     """A file of LLaMA-8B is under 100 KB; another eight layers of GPT-2 add a twentieth to what is decided."""
     model, inputs = meta_llama_8b(32, 64)
@@ -168,7 +170,7 @@ def test_a_letter_quotes_what_no_stream_can_encode():
     assert str(letter.value).encode() and str(letter.value.but(seen="\udfff")).endswith("\\udfff")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(_RECORDS)
 def test_records_come_back_as_they_were(records):
     found = _unfolded(json.loads(json.dumps(_folded(records))))

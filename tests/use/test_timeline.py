@@ -15,6 +15,7 @@ from autopar.letters import BadPlan
 from autopar.solver.lanes import COMMUNICATION, COMPUTE
 from autopar.solver.profiled import Range
 from tests.language import drawn, gpt2
+from tests.shares import by_day, one_in
 
 ASSUMED = Assume(no_padding=True)
 HOW = {
@@ -38,7 +39,7 @@ def planned(**how):
     return autopar.plan(model(), drawn(16, 16, 128), assume=ASSUMED, **{"memory_budget": "inf", **how})
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", one_in(2, HOW))
 def test_events_make_up_the_step(how):
     """They end with the step, compute is one thing at a time, and each op is computed for its seconds."""
     plan = planned(**HOW[how])
@@ -70,7 +71,7 @@ def test_the_steps_of_a_ring_are_events_beside_their_attention():
             assert following.begins_s >= one.begins_s + one.seconds - 1e-12
 
 
-@pytest.mark.parametrize("how", ["free", "two micro-batches", "recompute"])
+@pytest.mark.parametrize("how", by_day(["free", "two micro-batches", "recompute"], "free"))
 def test_a_profile_names_places_of_the_plan(how, tmp_path):
     """While a profiler runs every op is a range with its name in the plan; what is computed stays the same."""
     batch = drawn(16, 16, 128)

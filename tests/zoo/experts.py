@@ -106,12 +106,11 @@ FAMILIES = {
         Family("GptOss", is_daily=True),
         Family("Olmoe"),
         Family("Glm4Moe"),
-        Family("AriaText", model="AriaTextForCausalLM", is_daily=True),
+        Family("AriaText", model="AriaTextForCausalLM"),
         Family(
             "OpenAIPrivacyFilter",
             model="OpenAIPrivacyFilterForTokenClassification",
             rounded="the sum of experts",
-            is_daily=True,
         ),
         Family(
             "NemotronH",
@@ -124,7 +123,6 @@ FAMILIES = {
             dict(moe_hidden_size=16),
             model="MuseSparkTextModel",
             rounded="the norm behind experts, and the gradient of its scale expert by expert",
-            is_daily=True,
         ),
         Family("Beam", rounded="the gate, and the sum of experts"),
         Family("Inkling2Text", model="Inkling2ForCausalLM", rounded="the gate, and the sum of experts"),
