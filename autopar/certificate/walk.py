@@ -143,9 +143,12 @@ def _certified(
     joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] | None, found: Certificate
 ) -> Certificate:
     axes = tuple(interface.axes)
-    places = joint.forward.find_nodes(op="placeholder")
+    first = joint.forward if joint.beginning is None else joint.beginning
+    places = first.find_nodes(op="placeholder")
     given = [_type_of(n, s, axes) for n, s in zip(places, interface.primals)]
     given += [_plain(n) for n in places[len(given) :]]
+    if joint.beginning is not None:  # every turn takes the results of a beginning
+        given += _Walk(joint.beginning, interface, found).run(given)
     forward = _Walk(joint.forward, interface, found)
     results = forward.run(given)
     for i, sharding in enumerate(interface.outputs):

@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from autopar.codegen.buffers import COPIES, buffer_of, is_view, shows
 from autopar.codegen.exchanges import SentByOps
-from autopar.codegen.joint_graph import CONVERTED, EARLY, OP, RECOMPUTED, JointGraph
+from autopar.codegen.joint_graph import BACK, CONVERTED, EARLY, OP, RECOMPUTED, JointGraph
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, Axis, part_start
@@ -37,11 +37,14 @@ class Joint:
     waits: tuple[int, ...]  # places in `gradients` of those that wait for their reduction
     settled_from: tuple[int, ...]  # operand of `settle` for each of `waits`; one operand may serve two gradients
     sent: SentByOps = field(default_factory=dict)  # messages inside ops
+    # primals -> values that no turn changes, which forward takes behind the primals; None where there are none
+    beginning: fx.Graph | None = None
 
     @property
     def collectives(self) -> tuple[str, ...]:
         """Text of all collectives in order, on which ranks must agree; sizes of uneven parts are left out."""
-        return _described_in(self.forward, self.backward)
+        first = () if self.beginning is None else (self.beginning,)
+        return _described_in(*first, self.forward, self.backward)
 
     @property
     def collectives_of_waiting(self) -> tuple[str, ...]:
@@ -49,18 +52,26 @@ class Joint:
         return _described_in(self.hold, self.settle) if self.waits else ()
 
 
-def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Recomputed = NOTHING) -> Joint:
+def split(
+    joint: JointGraph,
+    regathered: Iterable[fx.Node] = (),
+    recomputed: Recomputed = NOTHING,
+    once: Collection[str] = (),
+) -> Joint:
     """Split the joint graph: forward makes the outputs, backward the gradients, and what crosses is saved.
 
     Two kinds of values do not cross, and are made again in backward: what collectives, casts, copies and views alone
     make of a regathered parameter, and the results of the `recomputed` ops of the local program. Copies count because
     only some ranks may need one: an uneven part of a single row is contiguous also after a transpose.
+
+    What the nodes of the local program compute that run `once` is no part of forward: it is a graph of its own.
     """
     forward = _forward(joint)
+    early = {n for n in _calls(forward) if n.meta.get(OP) in once and BACK not in n.meta}
     present = [g for g in joint.gradients if g is not None]
     backward = walks.ancestors(present) - forward
-    late = _recomputed(joint, recomputed.wanted, forward)
-    again = _made_again(joint, set(regathered), forward) | late
+    late = _recomputed(joint, recomputed.wanted, forward) - early
+    again = _made_again(joint, set(regathered), forward) - early | late
     wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
     exchanged = [
         n for n in late if n.target in _SENDING or (n.target in COLLECTIVES and n.meta.get(OP) in recomputed.exchanged)
@@ -70,7 +81,12 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
     if late:  # Forward ops that only backward needs may read recomputed nodes, so they must move down with them.
         for node in (extra & late) | {n for n in _calls(backward) if OP in n.meta}:
             node.meta[RECOMPUTED] = True
-    first = extract(joint.graph, joint.primals, _calls(forward), [*joint.outputs, *saved])
+    begun: list[fx.Node] = []
+    if early:
+        forward = _made_of(joint, [*_ends_of_forward(joint), *saved], early)
+        leaves = {*joint.outputs, *saved}
+        begun = [n for n in joint.graph.nodes if n in early and (n in leaves or not forward.isdisjoint(n.users))]
+    first = extract(joint.graph, [*joint.primals, *begun], _calls(forward), [*joint.outputs, *saved])
     second = extract(joint.graph, [*saved, *joint.tangents], _calls(backward | extra), present)
     gets = tuple(i for i, g in zip(joint.wanted, joint.gradients, strict=True) if g is not None)
     return Joint(
@@ -80,12 +96,22 @@ def split(joint: JointGraph, regathered: Iterable[fx.Node] = (), recomputed: Rec
         joint.differentiable,
         gets,
         *_for_accumulation(joint, [*saved, *joint.tangents]),
+        beginning=extract(joint.graph, joint.primals, _calls(walks.ancestors(begun)), begun) if begun else None,
     )
 
 
 def _forward(joint: JointGraph) -> set[fx.Node]:
     """The nodes of forward: those that outputs need, and gradients that forward makes early."""
-    found = walks.ancestors([*joint.outputs, *(n for n in joint.graph.nodes if n.meta.get(EARLY))])
+    return _made_of(joint, _ends_of_forward(joint))
+
+
+def _ends_of_forward(joint: JointGraph) -> list[fx.Node]:
+    return [*joint.outputs, *(n for n in joint.graph.nodes if n.meta.get(EARLY))]
+
+
+def _made_of(joint: JointGraph, ends: Iterable[fx.Node], stops: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes that these ends are made of, up to those at which the walk stops."""
+    found = walks.ancestors(ends, stops.__contains__)
     for node in joint.graph.nodes:  # the parts of an op with several results live with it
         if node.target is operator.getitem and node.args[0] in found:
             found.add(node)

@@ -11,7 +11,7 @@ Nothing here knows the rank's process groups: a collective names its mesh axis, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,11 +62,12 @@ class States:
     scattered: frozenset[str]
     reads: Mapping[str, Read]
     recomputed: Recomputed
+    once: frozenset[str]  # nodes of the local program that run once, before the first turn
 
     @property
     def key(self) -> Hashable:
         """A key that is equal for equal states."""
-        return self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed.key
+        return self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed.key, self.once
 
 
 def lower_jointly(
@@ -77,13 +78,15 @@ def lower_jointly(
     reads: Mapping[str, Read] | None = None,
     recomputed: Recomputed = NOTHING,
     device: str = "cpu",
+    once: Collection[str] = (),
 ) -> Joint:
     """Trace a program with its gradients, rewrite it, split it into halves and schedule their collectives.
 
     Equal programs are lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch;
     `reads` says where each parameter is first read; what is `recomputed` is not saved, and backward makes it again.
+    The nodes named in `once` run before the first turn, in a graph of their own.
     """
-    states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed)
+    states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed, frozenset(once))
     key = (program.fingerprint, tuple(differentiable), states.key, device, regrouped(program))
     with TRACING:
         return LOWERED.get(key, lambda: _lower(program, differentiable, states, device))
@@ -104,7 +107,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     joint.ways = {primal: _way_from(program.fx, place) for place, primal in enumerate(joint.primals)}
     run_passes("joint graph", joint_passes.PASSES, joint, joint_graph.verify, JointGraph.text)
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
-    halves = split(joint, regathered, states.recomputed)
+    halves = split(joint, regathered, states.recomputed, states.once)
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
     _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, program)
     return replace(halves, sent=sent)
@@ -155,18 +158,35 @@ def _schedule(
     program: LocalProgram,
 ) -> None:
     """Move each half's collectives to run beside compute; `reads` is by the names of primals."""
+    begun = _begun(halves, reads)
     stay = {node.name: reads[p.name] for node, p in fetched(halves.forward, reads).items() if reads[p.name].stays}
     back: dict[str, Any] = {
         "is_backward": True,
-        "kept": stay,
+        "kept": stay | begun,
         "recomputed": recomputed,
         "regrouped": regrouped(program),
         "ways": ways,
     }
-    for half in (
-        Half(halves.forward, reads, is_backward=False, outputs=halves.outputs, regrouped=back["regrouped"]),
+    ahead: dict[str, Any] = {"is_backward": False, "regrouped": back["regrouped"]}
+    parts = [
+        Half(halves.forward, reads, kept=begun, outputs=halves.outputs, **ahead),
         Half(halves.backward, reads, **back),
         Half(halves.hold, reads, **back),
-    ):
+    ]
+    if halves.beginning is not None:
+        in_line = {name: replace(read, beside=(None, None)) for name, read in reads.items()}
+        parts.append(Half(halves.beginning, in_line, **ahead))
+    for half in parts:
         run_passes("half", schedule.PASSES, half, schedule.verify, Half.text)
         half.graph.lint()
+
+
+def _begun(halves: Joint, reads: Mapping[str, Read]) -> dict[str, Read]:
+    """The copies of parameters that the beginning hands to every turn, by name."""
+    if halves.beginning is None:
+        return {}
+    copies = fetched(halves.beginning, reads)
+    left = halves.beginning.output_node().args[0]
+    names = [node.name for node in halves.forward.find_nodes(op="placeholder")]
+    here = zip(names[len(names) - len(left) :], left, strict=True)
+    return {name: reads[copies[node].name] for name, node in here if node in copies}

@@ -23,7 +23,7 @@ from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.stage_programs import Crossing, Crossings, StagedProgram, StageProgram, in_stages
-from autopar.codegen.turn_programs import Ending, in_two, lowered_ending
+from autopar.codegen.turn_programs import Beginning, Ending, in_parts, lowered_ending
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.kernels import backend
@@ -55,6 +55,7 @@ class Lowered:
     joint: Joint  # the halves; those of the rank's first stage, where there are several
     rows: OwnRows
     ending: Ending | None = None  # the program that runs once after all turns, where there are turns
+    beginning: Beginning | None = None  # the program that runs once before the first turn, or None
     stages: tuple[LoweredStage, ...] = ()  # this rank's stages of a pipeline
     staged: StagedProgram | None = None
 
@@ -96,8 +97,13 @@ class Lowered:
         if self.ending is None:
             return str(self.program)
         said = f"# {self.graph.turns} times, each time on other rows of the batch; then once what follows\n"
-        ran = "\n".join(f"# stage {stage.of.stage}\n{stage.of.program}" for stage in self.stages) or str(self.program)
-        return f"{said}{ran}\n{self.ending.program}"
+        if self.stages:
+            ran = "\n".join(f"# stage {stage.of.stage}\n{stage.of.program}" for stage in self.stages)
+            return f"{said}{ran}\n{self.ending.program}"
+        if self.beginning is None:
+            return f"{said}{self.program}\n{self.ending.program}"
+        first = f"# once, before the first turn: every turn takes what it returns\n{self.beginning.program}"
+        return f"{first}\n{said}{self.beginning.turn}\n{self.ending.program}"
 
 
 @without_collections
@@ -179,16 +185,16 @@ def _lowered(
     )
     if graph.turns == 1:
         return Lowered(graph, plan, program, lowering(program, differentiable), rows)
-    parts = in_two(program)
+    parts = in_parts(program, graph, plan.regathered)
+    lowering = functools.partial(lowering, once=parts.once)
     crossings = Crossings(plan, plan.mesh, coordinate)
     ending = lowered_ending(parts, crossings.local_type, device)
     if plan.pipeline is None:
-        return Lowered(graph, plan, parts.turn, lowering(parts.turn, (parts.seed,)), rows, ending)
+        joint = lowering(parts.turn, (parts.seed,))
+        return Lowered(graph, plan, parts.turn, joint, rows, ending, parts.beginning)
     staged = in_stages(parts, plan.pipeline, crossings, place)
-    stages = tuple(
-        LoweredStage(of, lowering(of.program, of.ends), ending if of.is_last else None) for of in staged.programs
-    )
-    return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, stages, staged)
+    stages = [LoweredStage(of, lowering(of.program, of.ends), ending if of.is_last else None) for of in staged.programs]
+    return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, None, tuple(stages), staged)
 
 
 def _interface(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch.fx as fx
 
 from autopar.codegen.local import LocalProgram
-from autopar.codegen.turn_programs import InTwo
+from autopar.codegen.turn_programs import InParts
 from autopar.graph.graph import Info, TensorType, info
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Flow, Sharding, local_shape
@@ -100,7 +100,7 @@ class StagedProgram:
     readers: Mapping[str, tuple[int, ...]]  # parameter -> the stages that read it
 
 
-def in_stages(parts: InTwo, pipeline: Pipeline, crossings: Crossings, place: int) -> StagedProgram:
+def in_stages(parts: InParts, pipeline: Pipeline, crossings: Crossings, place: int) -> StagedProgram:
     """The program of a micro-batch in stages, of which those at one coordinate are written."""
     turn = parts.turn
     labels = labels_of(list(turn.fx.nodes), pipeline.firsts)

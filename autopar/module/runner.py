@@ -63,6 +63,9 @@ class Setup:
     line: Line | None = None  # the ranks of the other stages of a pipeline
 
 
+_FROM_PRIMALS = ("beginning", "forward")
+
+
 class Halves:
     """The graphs of a program as modules of this rank; while torch.profiler runs, ops carry their names in the plan."""
 
@@ -73,7 +76,8 @@ class Halves:
         self.backend = backend
         # Keys: a name, the outputs at which gradients arrive (empty for all), whether ops are profiler ranges.
         self.modules: dict[tuple[str, tuple[bool, ...], bool], fx.GraphModule] = {}
-        for name in ("forward", "backward", "hold", "settle"):
+        first = () if joint.beginning is None else ("beginning",)
+        for name in (*first, "forward", "backward", "hold", "settle"):
             self._module(name, (), False)
 
     def _module(self, name: str, arrived: tuple[bool, ...], is_watched: bool) -> fx.GraphModule:
@@ -83,7 +87,7 @@ class Halves:
             graph = for_arrived(graph, arrived) if arrived else graph
             graph = into_sums(graph, self.joint) if name == "hold" else graph
             if is_watched:
-                graph = with_ranges(graph, "forward" if name == "forward" else "backward", self.places)
+                graph = with_ranges(graph, "forward" if name in _FROM_PRIMALS else "backward", self.places)
             self.modules[key] = self._bound(name, graph)
         return self.modules[key]
 
@@ -96,7 +100,7 @@ class Halves:
         else:
             by_bindings(module.graph)
             module.recompile()
-        return module if name == "forward" else from_a_list(module)
+        return module if name in _FROM_PRIMALS else from_a_list(module)
 
     def half(self, name: str, arrived: tuple[bool, ...]) -> Callable[[list[Any]], Sequence[Tensor | None]]:
         """Backward, or a part of it, for the output gradients that have arrived.
@@ -112,6 +116,11 @@ class Halves:
         """
         given[:0] = sums
         return list(self.half("hold", arrived)(given))
+
+    def begin(self, *primals: Any) -> Sequence[Tensor]:
+        """The operands that forward takes behind the primals: every turn reads them, and they are made once."""
+        has_one = self.joint.beginning is not None
+        return self._module("beginning", (), self._is_watched).forward(*primals) if has_one else ()
 
     def forward(self, *primals: Any) -> Sequence[Tensor]:
         """Outputs, then the values saved for backward."""

@@ -100,6 +100,7 @@ class _Step:
         self.primals = primals
         self.saved: dict[tuple[int, int], list[Any]] = {}  # values between forward and backward, by stage and turn
         self.outputs: dict[int, list[Tensor]] = {}  # results of the last stage, by turn
+        self.begun: dict[int, Sequence[Any]] = {}  # copies of parameters that all turns read, by stage
         self.totals: dict[int, list[Tensor | None]] = {}  # sums of gradients, by stage
         self.here: dict[tuple[str, int, int], Tensor] = {}  # values between two stages of this rank
 
@@ -179,7 +180,10 @@ class InStages(InTurns):
             step.here.pop((crossing.name, stage.number, turn)) if arrival is None else arrival.wait()
             for crossing, arrival in zip(stage.of.arrives, arrivals, strict=True)
         ]
-        results = list(stage.halves.forward(*rows, *came, *(step.primals[i] for i in stage.held)))
+        held = [step.primals[i] for i in stage.held]
+        if stage.number not in step.begun:
+            step.begun[stage.number] = stage.halves.begin(*rows, *came, *held)
+        results = list(stage.halves.forward(*rows, *came, *held, *step.begun[stage.number]))
         outputs = results[: stage.joint.outputs]
         saved = results[stage.joint.outputs :]
         del results, rows, came

@@ -1,7 +1,8 @@
 """Run a program in turns: some rows of a batch at a time, forward and backward of each turn together.
 
-    forward     every turn: the outputs of its rows, and the gradients of what it adds to the loss; these are added up.
-                Then the ending, once, on what the turns have added up.
+    forward     the beginning, once: what is made of parameters alone, which all turns read. Then every turn: the
+                outputs of its rows, and the gradients of what it adds to the loss; these are added up. Then the
+                ending, once, on what the turns have added up.
     backward    the gradient of the loss goes back through the ending, to one number, and scales what is added up:
                 gradients are linear in it
 
@@ -61,10 +62,11 @@ class InTurns(Runner):
         primals = list(given)
         totals: list[Tensor | None] = [None] * len(self.joint.waits)
         left: list[list[Tensor]] = []
+        begun = self.halves.begin(*primals)
         for turn in range(self.turns.size):
             self.turns.index = turn
             mine = [self._rows(x, i) for i, x in enumerate(primals)]
-            results = list(self.halves.forward(*mine))
+            results = list(self.halves.forward(*mine, *begun))
             outputs = results[: self.joint.outputs]
             saved = results[self.joint.outputs :]
             del results, mine

@@ -3,8 +3,8 @@
 Ops run one behind the other, forward and then backward; conversions in line stand between them. What moves in a window
 ends with the window: its first part runs beside the compute that hides it, and the rest is the time that it adds
 (`space/windows.py`). What an op sends beside its own compute begins with that. The optimizer comes last. Where a step
-is of several micro-batches an event is what all of them take together. The last event ends with the step time of the
-plan.
+is of several micro-batches an event is what all of them take together, and what is gathered before the first comes
+first. The last event ends with the step time of the plan.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class _LaneWriter:
         ends = {FORWARD: _by(space.windows, FORWARD, 1), BACKWARD: _by(space.windows, BACKWARD, 0)}
         again = self._again()
         order = [k for k, site in enumerate(space.sites) if site.kind != "parameter"]
+        first = [e for e, edge in enumerate(space.edges) if space.setting.turns > 1 and self._is_kept(edge)]
+        for e in first:
+            self._put(_named(space, space.edges[e]), COMMUNICATION, FORWARD, moved[e].forward)
+            moved[e].forward = 0.0
         for k in order:
             for e in arriving.get(k, ()):
                 self._put(_named(space, space.edges[e]), COMMUNICATION, FORWARD, moved[e].forward)
@@ -103,7 +107,10 @@ class _LaneWriter:
             self._put(site.name, COMPUTE, part, float(site.seconds[choice]))
         way = (FORWARD, BACKWARD).index(part)
         if site.compute:
-            self._put(site.name, COMPUTE, part, passes * float(site.compute[way][choice]))
+            setting = self.space.setting
+            is_once = part == FORWARD and self.space.is_once(k, choice)
+            runs = setting.accumulation if is_once else passes
+            self._put(site.name, COMPUTE, part, runs * float(site.compute[way][choice]))
         if site.exchange:
             whole = passes * float(site.exchange[way][choice])
             in_line = whole - self._send_beside(k, part, passes * float(site.compute[way][choice]))
@@ -188,12 +195,17 @@ class _LaneWriter:
         return found
 
     def _times(self, edge: Edge) -> int:
-        """The number of a value's conversions in a step: 1 for a parameter whose gathered copy is kept."""
+        """The number of a value's conversions in a step: one a call, or one in all, for a copy that is kept."""
+        setting = self.space.setting
+        once = setting.accumulation if setting.turns > 1 else 1
+        return once if self._is_kept(edge) else setting.passes
+
+    def _is_kept(self, edge: Edge) -> bool:
+        """Whether an edge brings copies of a parameter that are kept, or a value that is computed once."""
         source = self.space.sites[edge.source]
-        is_kept = source.kind == "parameter" and not (
-            source.regathered and source.regathered[self.point.picked[edge.source]]
-        )
-        return 1 if is_kept else self.space.setting.passes
+        choice = self.point.picked[edge.source]
+        is_dropped = bool(source.regathered) and source.regathered[choice]
+        return self.space.is_once(edge.source, choice) or (source.kind == "parameter" and not is_dropped)
 
     def _again(self) -> dict[int, list[tuple[str, float]]]:
         """Names and seconds of the runs that are recomputed before the backward of each site."""

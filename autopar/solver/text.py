@@ -289,7 +289,17 @@ def _head(plan: Plan) -> list[str]:
         f"bound     {time(plan.lower_bound_s)} at least for any plan of this model on this mesh{pinned}{within}: gap "
         f"{plan.gap:.2%}",
         f"memory    {size(plan.peak_bytes)} at the {plan.peak_at}{of_budget}: {held}",
+        *_beginning(plan),
     ]
+
+
+def _beginning(plan: Plan) -> list[str]:
+    """A line about the copies of parameters that micro-batches share, where a call has several."""
+    if plan.microbatches == 1:
+        return []
+    again = len(plan.regathered)
+    others = f"; those of {again} regathered parameters are made in each" if again else ""
+    return [f"copies    of parameters are made once, before the first micro-batch, for all {plan.microbatches}{others}"]
 
 
 def _expected(plan: Plan) -> list[str]:

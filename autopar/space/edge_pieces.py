@@ -8,6 +8,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import info, type_of
+from autopar.space.begun_bytes import BegunBytes
 from autopar.space.edge_passage import EdgePassage
 from autopar.space.gradient_buckets import GradientBuckets, is_always
 from autopar.space.lifetimes import Clock, Lifetimes
@@ -41,6 +42,7 @@ class EdgePieces:
         self.made: dict[int, tuple[np.ndarray, int, int]] = {}
         # who reads these: the views on the way, its own edge first, and until when it needs the memory, either way
         self.through: dict[int, list[tuple[tuple[View, ...], int, int]]] = {}
+        self.begun = BegunBytes(wiring, lifetimes, schedule, bytes_)
         self.gradients = ParameterGradients(wiring, schedule, lifetimes, buckets, bytes_)
 
     @property
@@ -82,6 +84,9 @@ class EdgePieces:
         itself, reach = lifetimes.needs_itself(value, taker), self.reach[memory]
         # Beyond `reach` the memory of a conversion's result is counted for the values on it.
         needed = max(itself, min(lifetimes.needs(value, taker), reach))
+        if self.begun.holds(value, taker):
+            itself = self.begun.until
+            needed = needed if value in self.owners else itself
         if value in self.owners:
             self._gathered(passage, needed)
         else:
@@ -144,10 +149,14 @@ class EdgePieces:
         """Add the gathered copy of a parameter, which exists ahead of its use, and its message."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
         made, sent = passage.bytes.made, passage.bytes.sent_last
-        again = () if parameter in schedule.stays else self._regathered(passage, parameter)
-        if info(passage.taker).chunks > 1:  # backward of a chunk follows its forward: the copy is there for all of them
-            again = ()
+        dropped = self._regathered(passage, parameter)
+        # backward of a chunk follows its forward: the copy is there for all of them
+        again = () if parameter in schedule.stays or info(passage.taker).chunks > 1 else dropped
         transit = schedule.gather(now, parameter)
+        if self.begun.copies(passage.taker):
+            made, sent = self.begun.left(passage, dropped)
+            for piece in self.begun.pieces(passage, dropped):
+                self._put(*piece)
         arrived, copied = self.bytes.once("arrived", (made, sent), lambda: divided_by(sent > 0, made))
         self._copies(passage, arrived, transit.begins, needed, again, is_ahead=True)
         self._copies(passage, copied, now, needed, again, is_ahead=False)  # the copy in memory order

@@ -47,6 +47,7 @@ class _Cargo(NamedTuple):
     stays: bool  # whether the gathered copy is still there as backward begins
     reduced_in: int  # itemsize of its gradient while it is reduced; 0: the value's own
     chunks: int  # conversions in each pass: as often as its op runs
+    is_before: bool  # whether it is made, or read, before the first micro-batch of a call
     habits: tuple[tuple[int, str], ...]  # habits of a preset that bind its reader
 
     @property
@@ -94,7 +95,7 @@ class EdgeBuilder:
             for i, value in enumerate(draft.sources):
                 source, port = source_of(value)
                 given = _End(index[source], drafts[source].site, port)
-                cargo = self._cargo(value, draft.operands[i], draft.site.op)
+                cargo = self._cargo(value, draft.operands[i], draft.site.op, taker)
                 edges.append(self._edge(given, _End(index[key], draft.site, i), cargo))
                 carried.append(value)
                 takers.append(taker)
@@ -106,10 +107,11 @@ class EdgeBuilder:
         found = {}
         for k, (value, taker) in enumerate(zip(wiring.values, wiring.takers, strict=True)):
             if value in self.parameters.owners and taker in at:
-                found[k] = Movement(at[taker], wiring.edges[k].forward, wiring.edges[k].backward)
+                is_before = taker in self.parameters.computed
+                found[k] = Movement(at[taker], wiring.edges[k].forward, wiring.edges[k].backward, is_before)
         return found
 
-    def _cargo(self, value: fx.Node, type_: TensorType, reader: str) -> _Cargo:
+    def _cargo(self, value: fx.Node, type_: TensorType, reader: str, taker: fx.Node) -> _Cargo:
         owners = self.parameters.owners
         is_handed_on = self.parameters.is_handed_on(value)
         return _Cargo(
@@ -120,6 +122,7 @@ class EdgeBuilder:
             owners.get(value) in self.schedule.stays,
             self.parameters.reduced_in.get(value, 0),
             info(value).chunks,
+            not self.parameters.computed.isdisjoint((value, taker)),
             self._habits_of(reader),
         )
 
@@ -186,17 +189,20 @@ class EdgeBuilder:
             gathers, reductions = self._times(len(given), cargo, source)
             both = forward * gathers[:, None] + backward * reductions[:, None] + cast * batches
         else:
-            both = (forward + backward) * (batches * cargo.chunks)
+            ahead = self.setting.accumulation if cargo.is_before else batches
+            both = (forward * ahead + backward * batches) * cargo.chunks
         leads = np.isfinite(both)
         return _Table(both, np.where(leads, forward, 0.0), np.where(leads, backward, 0.0))
 
     def _times(self, flows: int, cargo: _Cargo, source: Site) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of a step's gathers of a parameter and of reductions of its gradient, by leaving flow."""
         batches = self.setting.passes
-        gathers = np.ones(flows)
+        calls = self.setting.accumulation if self.setting.turns > 1 else 1
+        gathers = np.full(flows, float(calls))
         reductions = np.ones(flows)
         if source.regathered:  # forward and backward of each micro-batch
-            gathers[np.array(source.regathered)] = batches if cargo.stays else 2 * batches
+            ahead = calls if cargo.is_before else batches
+            gathers[np.array(source.regathered)] = ahead if cargo.stays else ahead + batches
         if source.scattered:
             reductions[np.array(source.scattered)] = batches
         elif cargo.is_handed_on:

@@ -25,13 +25,14 @@ class Clock:
     at: Mapping[fx.Node, int]  # the index of each op
     updates: int  # times of the optimizer's step
     has_loss: bool  # whether backward begins at a scalar output
+    in_turns: bool = False  # whether a call is of several micro-batches
 
     @staticmethod
     def of(graph: Graph, updates: int) -> Clock:
         ops = tuple(n for n in graph.nodes if info(n).kind == "op")
         left = [type_of(n) for node in graph.nodes if info(node).kind == "output" for n in node.all_input_nodes]
         has_loss = any(t.requires_grad and not t.shape for t in left)
-        return Clock(ops, {n: i for i, n in enumerate(ops)}, updates, has_loss)
+        return Clock(ops, {n: i for i, n in enumerate(ops)}, updates, has_loss, graph.turns > 1)
 
     @property
     def n(self) -> int:

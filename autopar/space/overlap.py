@@ -21,6 +21,7 @@ class Movement(NamedTuple):
     op: int
     gather: np.ndarray
     reduction: np.ndarray
+    is_before: bool = False  # whether that op runs before the first micro-batch
 
 
 class OpsBeside(NamedTuple):
@@ -41,8 +42,8 @@ def windows_of(
 ) -> tuple[Window, ...]:
     """The windows of a step whose ops are these sites, in order; `movements` are by edge.
 
-    Of several micro-batches, the first gathers what is kept, and the last reduces what waits; what is gathered again,
-    and what is reduced at once, move in each.
+    Of several calls, the first gathers what is kept, and the last reduces what waits; what is gathered again, and what
+    is reduced at once, move in each. Of several micro-batches of a call, what is kept is gathered before the first.
     """
     tables = _WindowTables(setting.cluster.hidden)
     moved: dict[OpsBeside, list[tuple[int, np.ndarray]]] = {}
@@ -51,11 +52,12 @@ def windows_of(
         if tables.hidden and table.any() and transit.beside is not None:
             moved.setdefault(OpsBeside(transit.beside, way, every), []).append((edge, tables.share(table)))
 
-    for k, (op, gather, reduction) in movements.items():
+    for k, (op, gather, reduction, is_before) in movements.items():
         source = sites[edges[k].source]
         again = tables.part(edges[k], source.regathered, gather)
-        put(schedule.gather(op), "forward", False, k, gather)
-        put(schedule.gather(op), "forward", True, k, again)
+        if not is_before:
+            put(schedule.gather(op), "forward", False, k, gather if setting.turns == 1 else again)
+            put(schedule.gather(op), "forward", True, k, again)
         put(schedule.gather_again(op), "backward", False, k, again)
         put(schedule.gather_again(op), "backward", True, k, again)
         put(schedule.reduction(op), "backward", False, k, reduction)

@@ -9,6 +9,8 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.ops.entry import facts_of
+from autopar.space.beginning import computed_once
+from autopar.space.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,13 +20,27 @@ class ParameterValues:
     owners: Mapping[fx.Node, fx.Node]  # a parameter, or a parameter handed on -> that parameter
     casts: Mapping[fx.Node, fx.Node]  # the one cast of a parameter that nothing else reads -> that parameter
     cast_parameters: frozenset[fx.Node]
+    computed: frozenset[fx.Node]  # ops that micro-batches compute once, of parameters alone (`beginning.py`)
     reduced_in: Mapping[fx.Node, int]  # cast -> itemsize of the parameter's dtype, if the gradient is reduced in it
 
     @staticmethod
     def of(graph: Graph, reduce: str) -> ParameterValues:
         """Read the parameter values of a graph, whose gradients are reduced in the dtype `reduce`."""
         casts = casts_of_parameters(graph)
-        return ParameterValues(_owners(graph), casts, frozenset(casts.values()), reduced_in(casts, reduce))
+        owners = _owners(graph)
+        computed = computed_once(graph, owners)
+        return ParameterValues(owners, casts, frozenset(casts.values()), computed, reduced_in(casts, reduce))
+
+    def runs_once(self, setting: Setting) -> frozenset[fx.Node]:
+        """The ops that run forward before the first micro-batch, unless a choice drops what they make.
+
+        A copy of a parameter may be dropped where the setting lets parameters be gathered again: of a cast its own
+        choice says so, of any other copy nothing does.
+        """
+        if setting.turns == 1:
+            return frozenset()
+        copies = {n for n, owner in self.owners.items() if n is not owner}
+        return self.computed.union(self.casts if setting.regather else copies)
 
     def is_handed_on(self, value: fx.Node) -> bool:
         """Whether a value is a parameter behind ops that hand it on, other than a cast gathered itself."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.graph.graph import Graph, TensorType
+from autopar.graph.graph import Graph, TensorType, info
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.bindings import Bindings
@@ -90,6 +90,7 @@ def shardings(
         told.beside,
         tuple(bindings.warnings()),
         shared.kernels,
+        frozenset(info(n).key for n in parameters.runs_once(setting)),
     )
 
 

@@ -66,6 +66,7 @@ class SiteBuilder:
         self.setting = setting
         self.bindings = bindings
         self.parameters = parameters
+        self.runs_once = parameters.runs_once(setting)
         self.blocks = DimBlocks(bindings)
         self.seconds = OpSeconds(graph, setting, shared.kernels)
         self._crossed, self._known = shared.choices, shared.sites
@@ -135,11 +136,19 @@ class SiteBuilder:
         places = [*range(len(site.choices)), *(cut * len(others))]
         marks = [first] * len(site.choices) + [policy for policy in others for _ in cut]
         regathered, scattered = tuple(m.regathered for m in marks), tuple(m.scattered for m in marks)
-        return site.at(
+        site = site.at(
             places,
             regathered=regathered if any(regathered) else (),
             scattered=scattered if any(scattered) else (),
         )
+        return self._run_once(site, [not is_again for is_again in regathered])
+
+    def _run_once(self, site: Site, marks: Sequence[bool]) -> Site:
+        """The site of an op whose forward, under marked choices, runs before the first micro-batch."""
+        if self.setting.turns == 1 or not site.compute:
+            return site
+        fewer: np.ndarray = site.compute[0] * (self.setting.passes - self.setting.accumulation)
+        return replace(site, seconds=site.seconds - np.where(marks, fewer, 0.0))
 
     # -- outputs and ops
 
@@ -172,9 +181,11 @@ class SiteBuilder:
         is_own = self.setting.compiled or group is not None  # else equal calls move the same
         traffic = self.seconds.traffic(node, operands) if is_own else None
         beside = node in self.seconds.copied, uses, traffic, group is not None
-        key = ("op", self.bindings.kinds[node], about.chunks, blocks, beside)
+        is_once = node in self.runs_once and node not in self.parameters.casts
+        key = ("op", self.bindings.kinds[node], about.chunks, blocks, beside, is_once)
         if key not in self._known:
-            self._known[key] = self._new_op(node, dict(blocks))
+            made = self._new_op(node, dict(blocks))
+            self._known[key] = self._run_once(made, [True] * len(made.choices)) if is_once else made
         site = replace(self._known[key], name=about.key, source=about.source)
         if node in self.parameters.casts:
             site = self._with_policies(site, type_of(node))

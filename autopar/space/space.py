@@ -190,6 +190,8 @@ class Space:
     beside: Callable[[str, Choice], list[Sent]] | None = None
     warnings: tuple[str, ...] = ()  # rules of users that could not be tried
     kernels: KernelSites | None = None  # None without a graph
+    # ops whose forward runs before the first of several micro-batches, unless their choice drops what it makes
+    once: frozenset[str] = frozenset()
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -213,6 +215,11 @@ class Space:
             + sum(e.seconds[e.place(picked)] for e in self.edges)
             - self.hidden(picked)
         )
+
+    def is_once(self, site: int, choice: int) -> bool:
+        """Whether an op, under a choice, runs its forward once a call, before the first of its micro-batches."""
+        of = self.sites[site]
+        return of.name in self.once and not (of.regathered and of.regathered[choice])
 
     def hidden(self, picked: Sequence[int]) -> float:
         """Seconds of communication that compute hides, under the picked choices."""

@@ -424,6 +424,8 @@ class _TimelineWriter:
         )
         if op.in_chunks or op.is_route:
             self.saved_always.update(v for v in (*makes, *keeps) if v != RESIDENT)
+        if self.space.is_once(op.site, choice):  # Every turn takes the one value.
+            self.saved_always.update(makes)
         self.run_of.append(len(self.runs))
         self._write(run)
 
@@ -461,7 +463,9 @@ class _TimelineWriter:
                 is_forced=is_forced,
             )
             self._write(run)
-            if value == RESIDENT and not is_gathered:  # The converted copy of an input stays for its next reader.
+            is_once = self.space.is_once(e.source, self.picked[e.source])
+            # The converted copy of an input stays for its next reader.
+            if (value == RESIDENT or is_once) and not is_gathered:
                 self.saved_always.add(made_value)
         if not is_gathered and value != RESIDENT:
             self.travels[edge] = value, self.converted[key]

@@ -47,7 +47,8 @@ def broken(program, ways=None):
 
 
 def _broken(joint, ways):
-    for half in ("forward", "backward", *(("hold", "settle") if joint.waits else ())):
+    halves = ("forward", "backward", *(("hold", "settle") if joint.waits else ()))
+    for half in (*halves, "beginning") if joint.beginning else halves:
         graph = getattr(joint, half)
         for place, node in enumerate(graph.nodes):
             for how in ways.get(node.target, ()):

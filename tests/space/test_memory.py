@@ -155,6 +155,7 @@ def test_the_peak_is_what_one_rank_holds(name, mesh, how, fake_world):
     [
         pytest.param({"parallel": "zero3", "accumulation": 3}, marks=pytest.mark.nightly),
         {"parallel": "zero3", "microbatches": 3},
+        {"parallel": "zero1", "microbatches": 3},  # copies of all parameters are there from the first turn to the last
         {"parallel": "zero2", "accumulation": 2, "microbatches": 2, **BFLOAT16},
         {"parallel": "zero1", "accumulation": 3, **BFLOAT16},
         pytest.param({"parallel": "dp", "accumulation": 2, "microbatches": 2}, marks=pytest.mark.nightly),

@@ -87,10 +87,12 @@ class _Run:
         inputs = len(self.lowered.graph.inputs)
         with torch.no_grad():
             primals = []
-            for i, node in enumerate(n for n in joint.forward.nodes if n.op == "placeholder"):
+            first = joint.beginning or joint.forward
+            for i, node in enumerate(n for n in first.nodes if n.op == "placeholder"):
                 sharding = stored[i - inputs] if inputs <= i < inputs + len(stored) else None
                 primals.append(self.value(node.meta["val"], sharding))
-            outputs = self.run(joint.forward, primals)
+            begun = [] if joint.beginning is None else list(self.run(joint.beginning, primals))
+            outputs = self.run(joint.forward, primals + begun)
             saved = list(outputs[joint.outputs :])
             for place, sharding in enumerate(program.outputs):
                 self.ends(f"output {place}", outputs[place], sharding)
