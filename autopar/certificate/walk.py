@@ -199,8 +199,23 @@ def _gradients(joint: Any, interface: Interface, given: Sequence[Any], found: Ce
     for i in set(range(len(ends))) - set(joint.waits):
         if joint.gradients[i] in interface.gradients:
             hold.end(i, *ends[i])
+    _settled(joint, interface, [held[i] for i in joint.waits], ends, found)
+    if joint.parts is None:
+        return
+    inward = _Walk(joint.parts.inward, interface, found)
+    made = inward.run(given)
+    of_inputs = [i for i in range(len(ends)) if i not in joint.waits]
+    for place, i in enumerate(of_inputs):
+        if joint.gradients[i] in interface.gradients:
+            inward.end(place, *ends[i])
+    held = _Walk(joint.parts.weights, interface, found).run(made[len(of_inputs) :])
+    _settled(joint, interface, held, ends, found)
+
+
+def _settled(joint: Any, interface: Interface, held: Sequence[Any], ends: Sequence[Any], found: Certificate) -> None:
+    """Type the reduction of gradients that have accumulated."""
     settle = _Walk(joint.settle, interface, found)
-    operands = {place: held[i] for i, place in zip(joint.waits, joint.settled_from)}
+    operands = dict(zip(joint.settled_from, held))
     settle.run([operands[place] for place in range(len(operands))])
     for place, i in enumerate(joint.waits):
         settle.end(place, *ends[i])

@@ -5,6 +5,8 @@ So each lives only until it is added. A backward that returned all of them would
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -28,11 +30,11 @@ def waiting_dtypes(joint: Joint) -> list[torch.dtype]:
     ]
 
 
-def into_sums(hold: fx.Graph, joint: Joint) -> fx.Graph:
+def into_sums(hold: fx.Graph, dtypes: Mapping[int, torch.dtype]) -> fx.Graph:
     """Copy of a backward that takes the sums of earlier micro-batches, and returns the new sums.
 
-    `hold` is the program's, or what is left of it for the output gradients that have arrived: a sum whose gradient has
-    not stays as it is.
+    `hold` is the program's, or a part of it, or what is left of it for the output gradients that have arrived: a sum
+    whose gradient has not stays as it is. `dtypes` are those of the sums, by their places among the results.
 
     before    def hold(x, t):       g = mm(x, t);  h = mm(t, w);  return g, h
     after     def hold(s, x, t):    g = mm(x, t);  u = add_up(s, g, float32);  h = mm(t, w);  return u, h
@@ -42,14 +44,14 @@ def into_sums(hold: fx.Graph, joint: Joint) -> fx.Graph:
     name = "accumulated"
     while any(node.name.startswith(name) for node in hold.nodes):
         name += "_"
-    sums = {i: made.placeholder(f"{name}_{i}") for i in joint.waits}
-    dtypes = dict(zip(joint.waits, waiting_dtypes(joint), strict=True))
-    copies: dict[fx.Node, fx.Node] = {}
-    ends = {results[i]: i for i in joint.waits if results[i] is not None}
+    sums = {i: made.placeholder(f"{name}_{i}") for i in dtypes}
+    copies: dict[fx.Node, fx.Node] = {n: made.node_copy(n) for n in hold.find_nodes(op="placeholder")}
+    ends = {results[i]: i for i in dtypes if results[i] is not None}
     for node in hold.nodes:
-        if node.op == "output" or node in copies:
+        if node.op == "output" or (node in copies and node.op != "placeholder"):
             continue
-        copies[node] = made.node_copy(node, copies.__getitem__)
+        if node.op != "placeholder":
+            copies[node] = made.node_copy(node, copies.__getitem__)
         for end in (node, *(n for n in node.users if _is_copy_for_output(n) and n in ends)):
             if end is not node:
                 copies[end] = made.node_copy(end, copies.__getitem__)

@@ -24,6 +24,15 @@ COLLECTIVES = _SENDING.union((f for name, f in STEPS.items() if name not in ("sl
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """`hold` in two: what earlier stages of a pipeline wait for, and the rest."""
+
+    inward: fx.Graph  # saved, then tangents -> gradients of inputs, then what `weights` reads
+    weights: fx.Graph  # these values -> gradients of parameters, unreduced
+    inputs: int  # number of inputs that get a gradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Joint:
     """The two halves of a training step of one device. Primals are inputs, then parameters, then buffers."""
 
@@ -39,6 +48,7 @@ class Joint:
     sent: SentByOps = field(default_factory=dict)  # messages inside ops
     # primals -> values that no turn changes, which forward takes behind the primals; None where there are none
     beginning: fx.Graph | None = None
+    parts: Parts | None = None  # made for orders that run backward in two parts
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -49,7 +59,8 @@ class Joint:
     @property
     def collectives_of_waiting(self) -> tuple[str, ...]:
         """The same of the halves that run while micro-batches accumulate; empty where no gradient waits."""
-        return _described_in(self.hold, self.settle) if self.waits else ()
+        parts = () if self.parts is None else (self.parts.inward, self.parts.weights)
+        return _described_in(self.hold, *parts, self.settle) if self.waits else ()
 
 
 def split(

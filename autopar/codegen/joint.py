@@ -3,6 +3,7 @@
     trace                   the local program and its gradients, on fake tensors
     joint_passes.PASSES     rewrite the joint graph; each has a before and an after, `verify` runs after each
     split                   forward: what the outputs need; backward: the rest; saved: what crosses
+    in_two_parts            backward of a micro-batch once more, in two, where a pipeline's order asks for it
     schedule.PASSES         rewrite each half: when its collectives begin and end
 
 Nothing here knows the rank's process groups: a collective names its mesh axis, and `bind` puts the axis in its place.
@@ -18,7 +19,9 @@ from typing import Any
 import torch.fx as fx
 
 from autopar.codegen import joint_graph, joint_passes, schedule
+from autopar.codegen.backward_parts import in_two_parts
 from autopar.codegen.chunks import mark_region
+from autopar.codegen.convolutions import part_convolutions
 from autopar.codegen.exchanges import sent_by_ops
 from autopar.codegen.half import Half, Read, fetched
 from autopar.codegen.halves import Joint, split
@@ -63,11 +66,13 @@ class States:
     reads: Mapping[str, Read]
     recomputed: Recomputed
     once: frozenset[str]  # nodes of the local program that run once, before the first turn
+    in_parts: bool = False  # whether backward runs in two parts
 
     @property
     def key(self) -> Hashable:
         """A key that is equal for equal states."""
-        return self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed.key, self.once
+        states = self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed.key
+        return *states, self.once, self.in_parts
 
 
 def lower_jointly(
@@ -79,14 +84,16 @@ def lower_jointly(
     recomputed: Recomputed = NOTHING,
     device: str = "cpu",
     once: Collection[str] = (),
+    in_parts: bool = False,
 ) -> Joint:
     """Trace a program with its gradients, rewrite it, split it into halves and schedule their collectives.
 
     Equal programs are lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch;
     `reads` says where each parameter is first read; what is `recomputed` is not saved, and backward makes it again.
-    The nodes named in `once` run before the first turn, in a graph of their own.
+    The nodes named in `once` run before the first turn, in a graph of their own. With `in_parts`, backward of a
+    micro-batch is there as two graphs, too.
     """
-    states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed, frozenset(once))
+    states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed, frozenset(once), in_parts)
     key = (program.fingerprint, tuple(differentiable), states.key, device, regrouped(program))
     with TRACING:
         return LOWERED.get(key, lambda: _lower(program, differentiable, states, device))
@@ -105,9 +112,12 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     joint.alone = {primal for primal, read in at.items() if read.is_alone}
     joint.reduced_at_once = {primal for name, primal in primals.items() if name in states.scattered}
     joint.ways = {primal: _way_from(program.fx, place) for place, primal in enumerate(joint.primals)}
-    run_passes("joint graph", joint_passes.PASSES, joint, joint_graph.verify, JointGraph.text)
+    passes = [one for one in joint_passes.PASSES if states.in_parts or one is not part_convolutions]
+    run_passes("joint graph", passes, joint, joint_graph.verify, JointGraph.text)
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
     halves = split(joint, regathered, states.recomputed, states.once)
+    if states.in_parts:
+        halves = replace(halves, parts=in_two_parts(halves))
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
     _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, program)
     return replace(halves, sent=sent)
@@ -168,11 +178,10 @@ def _schedule(
         "ways": ways,
     }
     ahead: dict[str, Any] = {"is_backward": False, "regrouped": back["regrouped"]}
-    parts = [
-        Half(halves.forward, reads, kept=begun, outputs=halves.outputs, **ahead),
-        Half(halves.backward, reads, **back),
-        Half(halves.hold, reads, **back),
-    ]
+    backwards = [halves.backward, halves.hold]
+    backwards += [] if halves.parts is None else [halves.parts.inward, halves.parts.weights]
+    parts = [Half(halves.forward, reads, kept=begun, outputs=halves.outputs, **ahead)]
+    parts += [Half(graph, reads, **back) for graph in backwards]
     if halves.beginning is not None:
         in_line = {name: replace(read, beside=(None, None)) for name, read in reads.items()}
         parts.append(Half(halves.beginning, in_line, **ahead))

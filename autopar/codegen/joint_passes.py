@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own, read_instead
 from autopar.codegen.chunks import write_out_chunks
+from autopar.codegen.convolutions import part_convolutions
 from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
 from autopar.runtime.private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, TO_COPY, UNSAFE_VIEW
@@ -339,7 +340,8 @@ def own_gradients(joint: JointGraph) -> None:
     buffers = (*joint.primals, *joint.tangents, *joint.outputs)
     joint.cuts = list(joint.held)
     joint.gradients = own(joint.graph, joint.gradients, buffers)
-    joint.held = own(joint.graph, joint.held, buffers)
+    given_out = [g for g, held in zip(joint.gradients, joint.held, strict=True) if held is None and g is not None]
+    joint.held = own(joint.graph, joint.held, (*buffers, *given_out))  # sums are added to in place
     joint.write_output()
 
 
@@ -400,4 +402,5 @@ PASSES: tuple[Callable[[JointGraph], None], ...] = (
     own_gradients,
     turn_queries,
     let_views_copy,
+    part_convolutions,
 )

@@ -193,7 +193,10 @@ def _lowered(
         joint = lowering(parts.turn, (parts.seed,))
         return Lowered(graph, plan, parts.turn, joint, rows, ending, parts.beginning)
     staged = in_stages(parts, plan.pipeline, crossings, place)
-    stages = [LoweredStage(of, lowering(of.program, of.ends), ending if of.is_last else None) for of in staged.programs]
+    stages = []
+    for of in staged.programs:
+        joint = lowering(of.program, of.ends, in_parts=plan.pipeline.is_parted(of.stage))
+        stages.append(LoweredStage(of, joint, ending if of.is_last else None))
     return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, None, tuple(stages), staged)
 
 

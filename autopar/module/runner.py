@@ -76,16 +76,23 @@ class Halves:
         self.backend = backend
         # Keys: a name, the outputs at which gradients arrive (empty for all), whether ops are profiler ranges.
         self.modules: dict[tuple[str, tuple[bool, ...], bool], fx.GraphModule] = {}
-        first = () if joint.beginning is None else ("beginning",)
-        for name in (*first, "forward", "backward", "hold", "settle"):
+        self.graphs: dict[str, fx.Graph] = {n: getattr(joint, n) for n in ("forward", "backward", "hold", "settle")}
+        if joint.beginning is not None:
+            self.graphs["beginning"] = joint.beginning
+        dtypes = waiting_dtypes(joint)
+        self.sums = {"hold": dict(zip(joint.waits, dtypes, strict=True))}  # part of backward -> dtypes of its sums
+        if joint.parts is not None:
+            self.graphs |= {"inward": joint.parts.inward, "weights": joint.parts.weights}
+            self.sums["weights"] = dict(enumerate(dtypes))
+        for name in self.graphs:
             self._module(name, (), False)
 
     def _module(self, name: str, arrived: tuple[bool, ...], is_watched: bool) -> fx.GraphModule:
         key = name, arrived, is_watched
         if key not in self.modules:
-            graph = getattr(self.joint, name)
+            graph = self.graphs[name]
             graph = for_arrived(graph, arrived) if arrived else graph
-            graph = into_sums(graph, self.joint) if name == "hold" else graph
+            graph = into_sums(graph, self.sums[name]) if name in self.sums else graph
             if is_watched:
                 graph = with_ranges(graph, "forward" if name in _FROM_PRIMALS else "backward", self.places)
             self.modules[key] = self._bound(name, graph)

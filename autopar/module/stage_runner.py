@@ -2,6 +2,8 @@
 
     F    forward of a stage on the rows of one turn: what it reads arrives, and what later stages read is sent on
     B    its backward: gradients arrive from those stages, and those of what it had read are sent back
+    I    the part of backward that earlier stages wait for
+    W    the rest: the gradients of parameters
 
 Then every rank has the sums that turns add up in the last stage, and runs the ending: so each has the loss, and the
 number by which gradients are scaled, as ranks without stages do.
@@ -52,8 +54,10 @@ class StageOnRank:
         stored = dict(zip(program.parameters, self.held, strict=False))
         self.gets = [stored[name] for name in self.settlement.names]
         self.tangents = tangents_of(lowered.joint)
-        # the place among the results of backward of the gradient of each arrival
-        at = {primal: place for place, primal in enumerate(lowered.joint.gradients)}
+        # the place among the gradients of inputs of that of each arrival
+        joint = lowered.joint
+        of_inputs = [primal for i, primal in enumerate(joint.gradients) if i not in joint.waits]
+        at = {primal: place for place, primal in enumerate(of_inputs)}
         self.back = [at.get(len(self.inputs) + i) for i in range(len(self.of.arrives))]
 
 
@@ -96,12 +100,14 @@ class StageSettlement(Settlement):
 class _Step:
     """What this rank holds within one step."""
 
-    def __init__(self, primals: list[Tensor]) -> None:
+    def __init__(self, primals: list[Tensor], stages: Iterable[StageOnRank]) -> None:
         self.primals = primals
         self.saved: dict[tuple[int, int], list[Any]] = {}  # values between forward and backward, by stage and turn
         self.outputs: dict[int, list[Tensor]] = {}  # results of the last stage, by turn
         self.begun: dict[int, Sequence[Any]] = {}  # copies of parameters that all turns read, by stage
-        self.totals: dict[int, list[Tensor | None]] = {}  # sums of gradients, by stage
+        self.context: dict[tuple[int, int], list[Any]] = {}  # values between the parts of backward, by stage and turn
+        # Sums of gradients, by stage.
+        self.totals: dict[int, list[Tensor | None]] = {each.number: [None] * len(each.joint.waits) for each in stages}
         self.here: dict[tuple[str, int, int], Tensor] = {}  # values between two stages of this rank
 
 
@@ -138,14 +144,15 @@ class InStages(InTurns):
 
     def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
         """Outputs, then what the ending saves for backward, then the gradients that turns have added up."""
-        step = _Step(list(given))
+        step = _Step(list(given), self.stages.values())
+        run = {"F": self._forward, "B": self._backward, "I": self._inward, "W": self._weights}
         arrivals = collections.deque([self._expect(self.order[0])])
         for at, action in enumerate(self.order):
             if at + 1 < len(self.order):
                 arrivals.append(self._expect(self.order[at + 1]))
             stage = self.stages[action.stage]
             self.turns.index = action.turn
-            (self._forward if action.kind == "F" else self._backward)(step, stage, action.turn, arrivals.popleft())
+            run[action.kind](step, stage, action.turn, arrivals.popleft())
         self.line.end()
         totals = [total for number in self.stages for total in step.totals[number]]
         return self._ended([step.outputs.get(turn, []) for turn in range(self.turns.size)], totals)
@@ -157,7 +164,7 @@ class InStages(InTurns):
         of = self.stages[action.stage].of
         if action.kind == "F":
             return [self._begin(c, self.place[c.source]) for c in of.arrives]
-        back = [c for c in of.leaves if c.type.requires_grad]
+        back = [c for c in of.leaves if c.type.requires_grad] if action.kind != "W" else []
         return [self._begin(c, self.place[reader]) for c in back for reader in c.readers]
 
     def _begin(self, crossing: Crossing, source: int) -> Arrival | None:
@@ -165,10 +172,13 @@ class InStages(InTurns):
             return None
         return self.line.receive(crossing.type.shape, crossing.type.torch_dtype, self.setup.device, source)
 
-    def _hand(self, step: _Step, value: Tensor, crossing: Crossing, stage: int, turn: int) -> None:
-        """Give a value, or its gradient, to a stage."""
+    def _hand(self, step: _Step, value: Tensor, stage: int, key: tuple[str, int, int]) -> None:
+        """Give a value, or its gradient, to a stage.
+
+        The key is the name of the value, the stage that reads it, and the turn.
+        """
         if self.place[stage] == self.line.index:
-            step.here[crossing.name, stage, turn] = value.clone()  # either stage may write over its own
+            step.here[key] = value.clone()  # either stage may write over its own
         else:
             self.line.send(value, self.place[stage])
 
@@ -189,7 +199,7 @@ class InStages(InTurns):
         del results, rows, came
         for value, crossing in zip(outputs, stage.of.leaves, strict=False):
             for reader in crossing.readers:
-                self._hand(step, value.detach(), crossing, reader, turn)
+                self._hand(step, value.detach(), reader, (crossing.name, reader, turn))
         if stage.is_last:
             left = outputs[len(stage.of.leaves) :]
             for at in self.written:
@@ -199,24 +209,38 @@ class InStages(InTurns):
         step.saved[stage.number, turn] = saved
 
     def _backward(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> None:
+        operands = [*step.totals[stage.number], *self._saved(step, stage, turn, arrivals)]
+        found = list(stage.halves.half("hold", ())(operands))
+        step.totals[stage.number] = [found[i] for i in stage.joint.waits]
+        self._hand_back(step, stage, turn, [g for i, g in enumerate(found) if i not in stage.joint.waits])
+
+    def _inward(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> None:
+        assert stage.joint.parts is not None
+        found = list(stage.halves.half("inward", ())(self._saved(step, stage, turn, arrivals)))
+        count = stage.joint.parts.inputs
+        step.context[stage.number, turn] = found[count:]
+        self._hand_back(step, stage, turn, found[:count])
+
+    def _weights(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> None:
+        operands = [*step.totals[stage.number], *step.context.pop((stage.number, turn))]
+        step.totals[stage.number] = list(stage.halves.half("weights", ())(operands))
+
+    def _saved(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> list[Tensor]:
+        """The operands of backward: what forward has saved, then the gradients of what has left the stage."""
         saved = step.saved.pop((stage.number, turn))
         seed = [saved.pop()] if stage.is_last else []
-        totals = step.totals.get(stage.number, [None] * len(stage.joint.waits))
-        found: list[Tensor | None] = []
-        if stage.joint.differentiable:
-            saved += [*self._tangents(step, stage, turn, arrivals), *seed]
-            arrived = (True,) * len(stage.joint.differentiable)
-            found = stage.halves.hold(totals, saved, arrived)
-            totals = [found[i] for i in stage.joint.waits]
-        step.totals[stage.number] = totals
+        return [*saved, *self._tangents(step, stage, turn, arrivals), *seed]
+
+    def _hand_back(self, step: _Step, stage: StageOnRank, turn: int, gradients: Sequence[Tensor | None]) -> None:
+        """Give the gradients of what has arrived to the stages that had made it."""
         for crossing, place in zip(stage.of.arrives, stage.back, strict=True):
             if crossing.type.requires_grad:
-                gradient = None if place is None else found[place]
+                gradient = None if place is None else gradients[place]
                 if gradient is None:  # nothing behind it wants a gradient, and its stage waits for one
                     gradient = torch.zeros(
                         crossing.type.shape, dtype=crossing.type.torch_dtype, device=self.setup.device
                     )
-                self._hand(step, gradient, crossing, crossing.source, turn)
+                self._hand(step, gradient, crossing.source, (crossing.name, stage.number, turn))
 
     def _tangents(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> list[Tensor]:
         """Gradients of what has left a stage: of each value the sum over the stages that read it."""

@@ -43,6 +43,10 @@ class Pipeline:
         """The stages of a coordinate, in order."""
         return tuple(stage for stage, place in enumerate(self.place) if place == coordinate)
 
+    def is_parted(self, stage: int) -> bool:
+        """Whether the backward of a stage runs in two parts."""
+        return any(action.startswith(f"{stage}I") for order in self.orders for action in order.split())
+
     def split(self, rank: int) -> tuple[int, tuple[int, ...]]:
         """A rank's coordinate on the axis, and its coordinate on the mesh of its stage."""
         whole = self.mesh.coordinate(rank)
