@@ -249,7 +249,7 @@ def autoparallelize(
     source = Source(sync, init, weights)
     replan = _Replan(request, plans)
     with as_long_as_a_start():  # Other ranks may still lower when this one asks for the first values.
-        stages = StagesOfJob.of(lowered, ground.meshes) if ground.meshes else None
+        stages = StagesOfJob.of(lowered, ground.meshes, device, timeout_s) if ground.meshes else None
         return parallelise(model, call, lowered, ground.mesh, replan, source, how, asked.reads, stages)
 
 

@@ -37,6 +37,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 from autopar.solver.policies import POLICIES, Policy
 from autopar.stages.asked import stages_asked
+from autopar.stages.pipeline import FORWARD
 from autopar.tracer import Assume, ColoTracer
 from autopar.tracer.precision import Precision
 from autopar.turns import in_chunks, in_micro_batches, why_whole
@@ -134,9 +135,10 @@ class Request:
         named = (name for i, name in enumerate(graph.output_names) if name in wanted and i != graph.loss)
         return replace(graph, backward_from=tuple(named))
 
-    def as_planned(self, graph: Graph, plan: Plan) -> Graph:
+    def as_planned(self, graph: Graph, plan: Plan, pipeline: Any = None) -> Graph:
         """The graph that a plan is of: one of its micro-batches, with the loss head in its chunks."""
-        return in_chunks(self._turned(graph, plan.microbatches), plan.chunks, self.keeps_outputs)
+        turned = self._turned(graph, plan.microbatches, pipeline or plan.pipeline)
+        return in_chunks(turned, plan.chunks, self.keeps_outputs)
 
     @property
     def keeps_outputs(self) -> bool:
@@ -145,7 +147,7 @@ class Request:
 
     def in_turns(self, graph: Graph, turns: int) -> Graph:
         """The graph of one of `turns` micro-batches, with the loss head in as many chunks as are asked for."""
-        made = self._turned(graph, turns)
+        made = self._turned(graph, turns, self.pipeline)
         if self.chunks in ("auto", 1):
             return made
         chunked = in_chunks(made, int(self.chunks), self.keeps_outputs)
@@ -154,14 +156,18 @@ class Request:
             raise NotServed(f"chunks={self.chunks}, and the loss head runs whole: {why}", advice="chunks=1")
         return chunked
 
-    def _turned(self, graph: Graph, turns: int) -> Graph:
-        """The graph of one of `turns` micro-batches, with the outputs that are asked for."""
+    def _turned(self, graph: Graph, turns: int, pipeline: Any) -> Graph:
+        """The graph of one of `turns` micro-batches, with the outputs that are asked for.
+
+        A pipeline has gradients from turns alone, and so runs a batch of one turn as one.
+        """
+        even_one = pipeline is not None and pipeline.schedule != FORWARD
         if turns > 1 and self.outputs == "sharded":
             raise NotServed(
                 "outputs='sharded' and micro-batches: rows of a turn lie otherwise than those of the batch",
                 advice='outputs="full", or microbatches=1',
             )
-        return in_micro_batches(graph, turns, keeps_outputs=self.outputs in ("full", "local"))
+        return in_micro_batches(graph, turns, keeps_outputs=self.outputs in ("full", "local"), even_one=even_one)
 
     def defaults(self, graph: Graph) -> list[tuple[str, str]]:
         """Lines of text about what arguments mean: those left at their default, a time limit, a large budget."""

@@ -33,6 +33,7 @@ from autopar.solver.plan import Beside, Plan
 from autopar.solver.rivals import PricedSpace
 from autopar.solver.summary import rivals_of, speed_of, verdict
 from autopar.space.presets import cuts_axes_alike, of_rows_and_context
+from autopar.stages.asked import Asked
 from autopar.staging import staged
 from autopar.turns import head_of
 from autopar.workload import workload_of
@@ -80,9 +81,9 @@ def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool 
     stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
     reached = _matching(graph, asked)
     mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
-    turns, chunks = _turns_again(graph, request) if has_gradients else (1, 1)
+    turns, chunks = _turns_again(graph, request, first) if has_gradients else (1, 1)
     again = replace(request, mesh=first.mesh, time_limit=None, gap=max(request.gap, LIMITS.gap_again))
-    again = replace(again, microbatches=turns, chunks=chunks)
+    again = replace(again, microbatches=turns, chunks=chunks, pipeline=Asked.again(first.pipeline, has_gradients))
     letter: Letter | None = None
     free: dict[str, Any] = {"constraints": stored, "parallel": None}
     ways: list[tuple[str, dict[str, Any]]] = [("", {"constraints": {**stored, **mine}})]
@@ -192,13 +193,14 @@ def _explained(planning: Planning, letter: Infeasible) -> Infeasible:
     return planning.explained(letter, candidates[0])
 
 
-def _turns_again(graph: Graph, request: Request) -> tuple[int | str, int | str]:
+def _turns_again(graph: Graph, request: Request, first: Plan) -> tuple[int | str, int | str]:
     """Micro-batches and chunks for another batch: as many as are asked for, as far as it has the rows."""
-    turns = request.microbatches
+    turns = request.microbatches if first.pipeline is None else first.microbatches
+    rows = rows_of_batch(graph)
     chunks = request.chunks
     head = head_of(graph, request.keeps_outputs).head
     return (
-        turns if turns == "auto" else math.gcd(int(turns), rows_of_batch(graph)),
+        turns if turns == "auto" else max(n for n in range(1, int(turns) + 1) if rows % n == 0),
         chunks if chunks == "auto" else min(int(chunks), 1 if head is None else head.rows),
     )
 

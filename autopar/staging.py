@@ -30,7 +30,7 @@ from autopar.stages.asked import Asked
 from autopar.stages.blocks import ByBlock, Units
 from autopar.stages.cuts import units_of
 from autopar.stages.orders import ORDERS
-from autopar.stages.pipeline import Pipeline, StageFigures
+from autopar.stages.pipeline import FORWARD, Pipeline, StageFigures, forward_orders
 from autopar.stages.search import Atoms, Block, Choice, best_cuts
 
 _TIGHTER = (1.0, 0.5, 0.25, 0.12, 0.0)  # shares of what a plan saves for backward that are tried under a budget
@@ -42,6 +42,12 @@ def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) ->
     """The fastest plan found of a graph in stages; `inside` plans what a stage does."""
     asked = request.pipeline
     assert isinstance(asked, Asked)
+    if asked.schedule == FORWARD:
+        plan = inside(request)
+        pipeline = Pipeline(
+            asked.whole(plan.mesh), asked.axis, FORWARD, asked.place, asked.cuts, forward_orders(asked.place)
+        )
+        return replace(plan, pipeline=pipeline)
     if asked.size != "auto":
         return _in_stages(graph, request, asked, inside)
     assert isinstance(request.mesh, int)
@@ -93,9 +99,9 @@ def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> list[int]:
 
 def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
     """The fastest plan found in some micro-batches; under a budget one that saves as much as fits."""
-    freer = replace(request, pipeline=None, memory_budget=math.inf)
+    freer = replace(request, memory_budget=math.inf)
     plan = inside(freer)
-    turned = request.as_planned(graph, plan)
+    turned = request.as_planned(graph, plan, asked)
     units = units_of(turned)
     letter: Infeasible | None = None
     saved = plan.memory.get("saved activations", 0)

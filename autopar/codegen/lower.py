@@ -183,19 +183,19 @@ def _lowered(
         recomputed=recomputed,
         device=device,
     )
-    if graph.turns == 1:
+    if graph.turns == 1 and plan.pipeline is None:
         return Lowered(graph, plan, program, lowering(program, differentiable), rows)
     parts = in_parts(program, graph, plan.regathered)
     lowering = functools.partial(lowering, once=parts.once)
     crossings = Crossings(plan, plan.mesh, coordinate)
-    ending = lowered_ending(parts, crossings.local_type, device)
+    ending = lowered_ending(parts, crossings.local_type, device, gradients)
     if plan.pipeline is None:
         joint = lowering(parts.turn, (parts.seed,))
         return Lowered(graph, plan, parts.turn, joint, rows, ending, parts.beginning)
     staged = in_stages(parts, plan.pipeline, crossings, place)
     stages = []
     for of in staged.programs:
-        joint = lowering(of.program, of.ends, in_parts=plan.pipeline.is_parted(of.stage))
+        joint = lowering(of.program, of.ends if gradients else (), in_parts=plan.pipeline.is_parted(of.stage))
         stages.append(LoweredStage(of, joint, ending if of.is_last else None))
     return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, None, tuple(stages), staged)
 

@@ -98,6 +98,7 @@ class StagedProgram:
     programs: tuple[StageProgram, ...]
     crossings: tuple[Crossing, ...]
     readers: Mapping[str, tuple[int, ...]]  # parameter -> the stages that read it
+    trained: frozenset[str]  # the parameters that get a gradient, in whatever stage
 
 
 def in_stages(parts: InParts, pipeline: Pipeline, crossings: Crossings, place: int) -> StagedProgram:
@@ -129,7 +130,19 @@ def in_stages(parts: InParts, pipeline: Pipeline, crossings: Crossings, place: i
         for node in parameters:
             if not own.isdisjoint(node.users):
                 of_parameters[info(node).key] += (stage,)
-    return StagedProgram(tuple(made), found, of_parameters)
+    return StagedProgram(tuple(made), found, of_parameters, _trained(ends))
+
+
+def _trained(ends: Sequence[fx.Node]) -> frozenset[str]:
+    """The parameters to which a gradient goes back from the ends."""
+    pending = [*ends]
+    seen = set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in seen and any(t.requires_grad for t in info(node).outputs):
+            seen.add(node)
+            pending += node.all_input_nodes
+    return frozenset(info(n).key for n in seen if n.op == "placeholder" and info(n).kind == "parameter")
 
 
 def _held(nodes: Sequence[fx.Node], labels: Labels, stage: int, ends: Sequence[fx.Node]) -> set[fx.Node]:

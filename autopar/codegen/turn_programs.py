@@ -204,14 +204,16 @@ def _name_of(placeholder: fx.Node) -> str:
     return str(placeholder.target) if info(placeholder).kind == "input" else info(placeholder).key
 
 
-def lowered_ending(parts: InParts, local_type: Callable[[fx.Node], TensorType], device: str) -> Ending:
+def lowered_ending(
+    parts: InParts, local_type: Callable[[fx.Node], TensorType], device: str, gradients: bool = True
+) -> Ending:
     """The ending with its forward and backward, lowered for values as this device has them."""
     types = {
         name: replace(type_, shape=local_type(node).shape)
         for (name, type_), node in zip(parts.ending.types.items(), parts.crossing, strict=True)
     }
     program = replace(parts.ending, types=types)
-    wants = [info(n).outputs[0].requires_grad for n in program.fx.output_node().args[0]]
+    wants = [gradients and info(n).outputs[0].requires_grad for n in program.fx.output_node().args[0]]
     joint = lower_jointly(program, [i for i, want in enumerate(wants) if want], device=device)
     sums = tuple(map(_is_added_up, parts.crossing))
     return Ending(program, joint, sums, parts.results)

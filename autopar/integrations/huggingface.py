@@ -44,6 +44,7 @@ from autopar.module import ParallelModule
 from autopar.module.checkpoint_folder import writer_over
 from autopar.module.checkpoint_planner import GridPlanner
 from autopar.module.step_log import StepLog
+from autopar.runtime.brief_patches import transformers_in_two_groups
 from autopar.runtime.world import world_size
 from autopar.tracer.precision import Precision
 
@@ -136,6 +137,10 @@ class Trainer(transformers.Trainer):
             batch = self._as_called(self._prepare_inputs(next(iter(loader()))))
         planning = {**self.planning, **self._planning_of_arguments()}
         self.model = self.model_wrapped = autopar.autoparallelize(self.model.train(), batch, **planning)
+
+    def create_optimizer(self, *args: Any, **how: Any) -> Any:
+        with transformers_in_two_groups():
+            return super().create_optimizer(*args, **how)
 
     def _planning_of_arguments(self) -> dict[str, Any]:
         """Arguments of planning that `bf16`, `fp16` and `torch_compile` stand for."""

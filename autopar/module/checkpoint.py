@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.letters import BadWeights, NotServed
 from autopar.runtime.brief_patches import logged_from
+from autopar.runtime.owned_meshes import far_of
 from autopar.runtime.patches import answer_checkpoints
 from autopar.runtime.private import StridedShard, local_part
 from autopar.sharding.placement import part
@@ -48,6 +49,8 @@ def rectangles(tensor: DTensor) -> list[Rectangle]:
     """The whole tensor's rectangles on this rank: offsets, sizes, and slices of the local part."""
     mesh = tensor.device_mesh
     at = tensor.device_mesh.get_coordinate()
+    if at is None:
+        return []
     # The ranges that this rank holds of each dim, in order.
     runs: list[list[tuple[int, int]]] = [[(0, size)] for size in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
@@ -84,7 +87,7 @@ def teach_dtensor() -> None:
         "__create_chunk_list__": _chunk_list,
         "__get_tensor_shard__": _tensor_shard,
     }
-    answer_checkpoints(is_cut_by_blocks, answers)
+    answer_checkpoints(lambda tensor: is_cut_by_blocks(tensor) or far_of(tensor) is not None, answers)
 
 
 def _write_items(tensor: DTensor, fqn: str, _: Any) -> list[WriteItem]:

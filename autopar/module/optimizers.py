@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.letters import Consumed, NotServed
 from autopar.module.storage import Storage
-from autopar.runtime.owned_meshes import is_ours
+from autopar.runtime.owned_meshes import far_of, is_ours
 from autopar.runtime.private import StridedShard
 
 _WHOLE = 'parallel="dp", which stores parameters whole'
@@ -78,7 +78,10 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
                 raise _letter(name, spread[0], why, advice)
         if isinstance(optimizer, torch.optim.LBFGS) and (cut := [p for p in spread if not _can_be_flattened(p)]):
             raise _letter(
-                name, cut[0], "it makes one vector of all parameters: one is cut unevenly or by blocks", _WHOLE
+                name,
+                cut[0],
+                "it makes one vector of all parameters: one is cut unevenly or by blocks, or lies on another stage",
+                f"{_WHOLE}, and no stages",
             )
         if isinstance(optimizer, _WITHOUT_FUSED) and group.get("fused"):
             why = "torch has no such kernel for DTensors"
@@ -97,7 +100,9 @@ def _is_cut(parameter: DTensor) -> bool:
 
 
 def _can_be_flattened(parameter: DTensor) -> bool:
-    """Whether each rank's part is one run of the flattened parameter: no strided or uneven shard."""
+    """Whether each rank's part is one run of the flattened parameter: no strided or uneven shard, and one stage."""
+    if far_of(parameter) is not None:
+        return False
     sizes = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, StridedShard):

@@ -59,9 +59,7 @@ def parallelise(
     storage = store(model, lowered.plan.parameters, mesh_of, device, source)
     refuse_steps_on(old)
     _patch()
-    state = ModelState(
-        model, lowered, Setup(mesh, device, storage, how, None if stages is None else stages.line), replan
-    )
+    state = ModelState(model, lowered, Setup(mesh, device, storage, how, stages), replan)
     state.caller.by_position = len(call.args)
     leaves, structure = state.caller.arguments(call.args, call.kwargs)
     with torch.enable_grad():

@@ -103,9 +103,11 @@ def _serves(state: ModelState, program: SituatedProgram, grad: bool) -> bool:
     """Whether the plan of a program also serves calls with gradients, or without.
 
     A plan in turns serves no call without gradients; the plan of a call without gradients, which has no turns, may not
-    fit in memory with them.
+    fit in memory with them. Stages have an order for one of both.
     """
     plan = program.lowered.plan
+    if plan.pipeline is not None:
+        return program.has_gradients == grad
     if program.has_gradients:
         return grad or plan.microbatches == plan.chunks == 1
     return not grad or plan.peak_bytes <= state.first.plan.budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
@@ -32,9 +32,11 @@ from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.private import inside_backward, like_part, profiler_runs
 from autopar.runtime.random import RandomState
-from autopar.runtime.transfers import Line
 from autopar.runtime.world import all_ranks_hold
 from autopar.sharding.placement import Sharding
+
+if TYPE_CHECKING:
+    from autopar.module.stages_of_job import StagesOfJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Setup:
     device: torch.device
     storage: dict[str, Storage]
     how: How
-    line: Line | None = None  # the ranks of the other stages of a pipeline
+    stages: StagesOfJob | None = None  # shared by the stages of a pipeline
 
 
 _FROM_PRIMALS = ("beginning", "forward")
@@ -346,6 +348,7 @@ class Runner:
         if not is_cut and not (how.outputs == "sharded" and whole.shape):
             return output
         # a gradient that arrives at it, beside a loss, is an error
-        spread = dtensor_of(output, self.setup.mesh, sharding, whole.shape)
+        mesh = self.setup.mesh if self.setup.stages is None else self.setup.stages.whole_mesh
+        spread = dtensor_of(output, mesh, sharding, whole.shape)
         is_wanted_whole = how.outputs == "full" or self.graph.output_names[place] in how.outputs_whole
         return spread.full_tensor() if is_cut and is_wanted_whole else spread

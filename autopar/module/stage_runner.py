@@ -25,7 +25,7 @@ from autopar.graph.tensor_form import TensorForm
 from autopar.module.runner import Halves, Runner, Settlement, Setup, tangents_of
 from autopar.module.turn_runner import InTurns
 from autopar.module.waiting import Waiting
-from autopar.runtime.transfers import Arrival, Line
+from autopar.runtime.transfers import Arrival, Way, added_up
 from autopar.sharding.placement import local_shape
 from autopar.stages.orders import Action, Order
 
@@ -64,10 +64,9 @@ class StageOnRank:
 class StageSettlement(Settlement):
     """The settlements of all stages of a rank as one, with the sums over the stages that share a parameter."""
 
-    def __init__(self, stages: Sequence[StageOnRank], line: Line, sharing: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, stages: Sequence[StageOnRank], sharing: Mapping[str, Any]) -> None:
         self.stages = stages
-        self.line = line
-        self.sharing = sharing  # parameter -> the coordinates that store it, where there are several
+        self.sharing = sharing  # parameter -> the group of ranks that store it, where several coordinates do
         self.names = [name for stage in stages for name in stage.settlement.names]
         self.waiting_dtypes = [dtype for stage in stages for dtype in stage.settlement.waiting_dtypes]
 
@@ -93,7 +92,7 @@ class StageSettlement(Settlement):
         for name, i in sorted(first.items()):
             gradient = found[i]
             if name in self.sharing and gradient is not None:
-                found[i] = self.line.summed(gradient.clone(), self.sharing[name])
+                found[i] = added_up(gradient.clone(), self.sharing[name], f"the gradient of {name}")
         return found
 
 
@@ -117,19 +116,22 @@ class InStages(InTurns):
     def __init__(self, lowered: Lowered, setup: Setup, waiting: Waiting) -> None:
         super().__init__(lowered, setup, waiting)
         pipeline = lowered.plan.pipeline
-        assert pipeline is not None and lowered.staged is not None and setup.line is not None
-        self.line = setup.line
+        assert pipeline is not None and lowered.staged is not None and setup.stages is not None
+        self.line = setup.stages.line
         self.place = pipeline.place
-        self.order = Order.of(pipeline.place, lowered.graph.turns, pipeline.orders).at(self.line.index)
+        order = Order.of(pipeline.place, lowered.graph.turns, pipeline.orders).at(self.line.index)
+        self.has_gradients = any(joint.differentiable for joint in lowered.joints)
+        self.order = [action for action in order if self.has_gradients or action.kind == "F"]
+        stored = setup.stages.stored_as(lowered.staged, self.place)
+        self.line.open(ways_of(lowered.staged.crossings, self.place))
         stages = [StageOnRank(stage, self) for stage in lowered.stages]
         self.stages = {stage.number: stage for stage in stages}
-        stored = {name: coordinates_of(read, self.place) for name, read in lowered.staged.readers.items()}
-        sharing = {name: at for name, at in stored.items() if len(at) > 1}
-        self.settlement = StageSettlement(stages, self.line, sharing)
+        shared = [name for name, at in stored.items() if len(at) > 1 and self.line.index in at]
+        sharing = {name: setup.storage[name].mesh.get_group(0) for name in shared}
+        self.settlement = StageSettlement(stages, sharing)
+        trained = ((i, stored[name]) for i, name in self.primals.names.items() if name in lowered.staged.trained)
         types = list(lowered.program.types.values())
-        names = self.primals.names.items()
-        wants = [i for i, name in names if self.line.index not in stored[name] and types[i].requires_grad]
-        self.elsewhere = {i: types[i].torch_dtype for i in wants}  # parameters of other ranks' stages
+        self.elsewhere = {i: types[i].torch_dtype for i, at in trained if self.line.index not in at}
         coordinate = setup.mesh.get_coordinate()
         whole = zip(info(lowered.graph.output).outputs, self.parts, strict=True)
         self.shapes = [local_shape(type_.shape, lies, lowered.plan.mesh, coordinate) for type_, lies in whole]
@@ -154,7 +156,7 @@ class InStages(InTurns):
             self.turns.index = action.turn
             run[action.kind](step, stage, action.turn, arrivals.popleft())
         self.line.end()
-        totals = [total for number in self.stages for total in step.totals[number]]
+        totals = [total for number in self.stages for total in step.totals.get(number, [])]
         return self._ended([step.outputs.get(turn, []) for turn in range(self.turns.size)], totals)
 
     # -- what travels
@@ -163,16 +165,17 @@ class InStages(InTurns):
         """Begin to receive what an action reads; None for what another stage of this rank makes."""
         of = self.stages[action.stage].of
         if action.kind == "F":
-            return [self._begin(c, self.place[c.source]) for c in of.arrives]
+            return [self._begin(c, self.place[c.source], is_gradient=False) for c in of.arrives]
         back = [c for c in of.leaves if c.type.requires_grad] if action.kind != "W" else []
-        return [self._begin(c, self.place[reader]) for c in back for reader in c.readers]
+        return [self._begin(c, self.place[reader], is_gradient=True) for c in back for reader in c.readers]
 
-    def _begin(self, crossing: Crossing, source: int) -> Arrival | None:
+    def _begin(self, crossing: Crossing, source: int, is_gradient: bool) -> Arrival | None:
         if source == self.line.index:
             return None
-        return self.line.receive(crossing.type.shape, crossing.type.torch_dtype, self.setup.device, source)
+        into = torch.empty(crossing.type.shape, dtype=crossing.type.torch_dtype, device=self.setup.device)
+        return self.line.receive(into, source, is_gradient)
 
-    def _hand(self, step: _Step, value: Tensor, stage: int, key: tuple[str, int, int]) -> None:
+    def _hand(self, step: _Step, value: Tensor, stage: int, key: tuple[str, int, int], is_gradient: bool) -> None:
         """Give a value, or its gradient, to a stage.
 
         The key is the name of the value, the stage that reads it, and the turn.
@@ -180,7 +183,7 @@ class InStages(InTurns):
         if self.place[stage] == self.line.index:
             step.here[key] = value.clone()  # either stage may write over its own
         else:
-            self.line.send(value, self.place[stage])
+            self.line.send(value, self.place[stage], is_gradient)
 
     # -- actions
 
@@ -199,14 +202,16 @@ class InStages(InTurns):
         del results, rows, came
         for value, crossing in zip(outputs, stage.of.leaves, strict=False):
             for reader in crossing.readers:
-                self._hand(step, value.detach(), reader, (crossing.name, reader, turn))
+                self._hand(step, value.detach(), reader, (crossing.name, reader, turn), is_gradient=False)
         if stage.is_last:
             left = outputs[len(stage.of.leaves) :]
             for at in self.written:
                 left[at] = left[at].clone()
             step.outputs[turn] = left
-            saved.append(torch.ones_like(outputs[stage.joint.differentiable[-1]]))
-        step.saved[stage.number, turn] = saved
+            if self.has_gradients:
+                saved.append(torch.ones_like(outputs[stage.joint.differentiable[-1]]))
+        if self.has_gradients:
+            step.saved[stage.number, turn] = saved
 
     def _backward(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> None:
         operands = [*step.totals[stage.number], *self._saved(step, stage, turn, arrivals)]
@@ -240,7 +245,8 @@ class InStages(InTurns):
                     gradient = torch.zeros(
                         crossing.type.shape, dtype=crossing.type.torch_dtype, device=self.setup.device
                     )
-                self._hand(step, gradient, crossing.source, (crossing.name, stage.number, turn))
+                key = (crossing.name, stage.number, turn)
+                self._hand(step, gradient, crossing.source, key, is_gradient=True)
 
     def _tangents(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> list[Tensor]:
         """Gradients of what has left a stage: of each value the sum over the stages that read it."""
@@ -288,9 +294,10 @@ class InStages(InTurns):
         return [*found, *(None if waits else torch.empty(0, dtype=d, device=self.setup.device) for d in dtypes)]
 
 
-def coordinates_of(stages: Sequence[int], place: Sequence[int]) -> tuple[int, ...]:
-    """The coordinates of stages, each once."""
-    return tuple(dict.fromkeys(place[stage] for stage in sorted(stages)))
+def ways_of(crossings: Iterable[Crossing], place: Sequence[int]) -> set[Way]:
+    """The ways that values take between coordinates, and gradients back."""
+    pairs = {(place[crossing.source], place[reader]) for crossing in crossings for reader in crossing.readers}
+    return {way for a, b in pairs for way in ((a, b, False), (b, a, True)) if a != b}
 
 
 def _as_traced(gradient: Tensor, form: TensorForm) -> Tensor:

@@ -1,52 +1,80 @@
 """The meshes of a pipeline's stages, and where each parameter is stored: on the mesh of the stages that read it.
 
-On other ranks a parameter is there, too, by its name, as a DTensor of that mesh without a part of its own.
+On other ranks a parameter is there, too, by its name, as a DTensor of that mesh without a part of its own; all ranks
+read it from there. One that stages at several coordinates read lies on the mesh of these together, whole along them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.codegen.lower import Lowered
-from autopar.module.stage_runner import coordinates_of
-from autopar.runtime.transfers import Line, line_of, stage_meshes
+from autopar.codegen.stage_programs import StagedProgram
+from autopar.letters import NotServed
+from autopar.runtime.faults import limit
+from autopar.runtime.owned_meshes import Far, own
+from autopar.runtime.transfers import Line, line_of, mesh_of_ranks, stage_meshes
 from autopar.runtime.world import coordinate, rank_here
 from autopar.solver.plan import Plan
+from autopar.stages.pipeline import coordinates_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagesOfJob:
-    """What the stages of a job share: the mesh of each coordinate, and how this rank reaches the others."""
+    """What the stages of a job share: the meshes of parameters, and how this rank reaches the other stages."""
 
-    meshes: tuple[Any, ...]
+    meshes: Mapping[tuple[int, ...], Any]  # coordinates -> the mesh of what is stored there
     line: Line
-    stored: dict[str, tuple[int, ...]]  # parameter -> the coordinates that store it
+    stored: Mapping[str, tuple[int, ...]]  # parameter -> the coordinates that store it
 
     @staticmethod
-    def of(lowered: Lowered, meshes: tuple[Any, ...]) -> StagesOfJob:
-        """Make the groups that the stages of a lowered program need, on all ranks together."""
+    def of(lowered: Lowered, meshes: tuple[Any, ...], device_type: str, timeout_s: float) -> StagesOfJob:
+        """Make what the stages share, from the meshes of single coordinates; all ranks do so together."""
         pipeline = lowered.plan.pipeline
         staged = lowered.staged
         assert pipeline is not None and staged is not None
-        place = pipeline.place
-        pairs = {
-            pair
-            for crossing in staged.crossings
-            for reader in crossing.readers
-            for pair in ((place[crossing.source], place[reader]), (place[reader], place[crossing.source]))
-            if pair[0] != pair[1]
-        }
-        stored = {name: coordinates_of(read, place) for name, read in staged.readers.items()}
-        shared = {at for at in stored.values() if len(at) > 1}
-        ranks = [pipeline.ranks(coordinate) for coordinate in range(pipeline.coordinates)]
-        return StagesOfJob(meshes, line_of(ranks, pairs, shared), stored)
+        everywhere = tuple(range(pipeline.coordinates))
+        stored = {name: coordinates_of(read, pipeline.place) or everywhere for name, read in staged.readers.items()}
+        ranks = [pipeline.ranks(coordinate) for coordinate in everywhere]
+        line = line_of(ranks, timeout_s)
+        by_coordinates: dict[tuple[int, ...], Any] = {(coordinate,): mesh for coordinate, mesh in enumerate(meshes)}
+        for at in sorted({everywhere, *stored.values()}):
+            if len(at) > 1:
+                shape = (len(at), *lowered.plan.mesh.shape)
+                axes = (pipeline.axis, *lowered.plan.mesh.axes)
+                by_coordinates[at] = mesh_of_ranks(device_type, [ranks[c] for c in at], shape, axes)
+        for at, mesh in by_coordinates.items():
+            if line.index in at:
+                limit(mesh, timeout_s)
+            if at != everywhere:
+                own(mesh, Far(line, at[0]))
+        return StagesOfJob(by_coordinates, line, stored)
 
     def mesh_of(self, name: str) -> Any:
-        """The mesh on which this rank stores a parameter; that of buffers for ""."""
-        at = self.stored.get(name, ())
-        return self.meshes[self.line.index if self.line.index in at or not at else at[0]]
+        """The mesh on which a parameter is stored; that of this rank's stages for ""."""
+        if not name:
+            return self.meshes[self.line.index,]
+        return self.meshes[self.stored[name]] if name in self.stored else self.whole_mesh
+
+    @property
+    def whole_mesh(self) -> Any:
+        """The mesh of all stages, on which outputs leave the model: every rank has them."""
+        return self.meshes[tuple(range(len(self.line.ranks)))]
+
+    def stored_as(self, staged: StagedProgram, place: Sequence[int]) -> Mapping[str, tuple[int, ...]]:
+        """The coordinates that store each parameter; a letter where a program reads one elsewhere."""
+        for name, stages in staged.readers.items():
+            reads = coordinates_of(stages, place)
+            has = self.stored[name]
+            if reads and (reads != has if name in staged.trained else not set(reads) <= set(has)):
+                raise NotServed(
+                    f"this call reads the parameter {name} in other stages than those that store it",
+                    seen=f"read at {reads} of the axis, stored at {has}",
+                    advice="the batch and the arguments for which the model was made parallel",
+                )
+        return self.stored
 
 
 @dataclass(frozen=True, slots=True, eq=False)

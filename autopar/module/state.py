@@ -160,7 +160,7 @@ class ModelState:
 
     def lowered(self, graph: Graph, plan: Plan, grad: bool, rows: OwnRows) -> Lowered:
         """The program of this rank for a graph and a plan."""
-        place = 0 if self.setup.line is None else self.setup.line.index
+        place = 0 if self.setup.stages is None else self.setup.stages.line.index
         return lower(graph, plan, self.setup.mesh.get_coordinate(), self.setup.device.type, grad, rows, place)
 
     def keep(self, situation: Situation, grad: bool, lowered: Lowered, sight: Sight) -> SituatedProgram:

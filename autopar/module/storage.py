@@ -28,9 +28,9 @@ class Storage:
 
     @staticmethod
     def of(tensor: Tensor, sharding: Sharding | None, mesh: Any) -> Storage:
-        whole = Sharding((R,) * mesh.ndim)
         own(mesh)
-        return Storage(mesh, sharding or whole, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
+        lies = Sharding((R,) * mesh.ndim) if sharding is None else _on_mesh(sharding, mesh)
+        return Storage(mesh, lies, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
 
     @staticmethod
     def like(tensor: DTensor) -> Storage:
@@ -66,6 +66,8 @@ class Storage:
 
     def places(self) -> list[Tensor]:
         """For each dim, the indices of the whole tensor that belong to this rank."""
+        if not self.is_here:
+            return [torch.arange(0) for _ in self.shape]
         axes = list(bind_axes(self.mesh).values())
         found = []
         for dim, size in enumerate(self.shape):
@@ -95,12 +97,20 @@ def dtensor_of(
 
     Torch's placements cut one dim by several axes in mesh order only.
     """
+    sharding = _on_mesh(sharding, mesh)
     assert sharding.order == tuple(range(len(sharding.placements))), sharding
     for axes in sharding.cuts.values():
         assert len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes), sharding
     placements = [_torch_placement(p) for p in sharding.placements]
     stride = stride or torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def _on_mesh(sharding: Sharding, mesh: Any) -> Sharding:
+    """The sharding on a mesh that may be one of several stages: their axis stands in front, whole."""
+    if len(sharding.placements) == mesh.ndim:
+        return sharding
+    return Sharding((R, *sharding.placements), (0, *(axis + 1 for axis in sharding.order)))
 
 
 def _own_placement(p: Any) -> Placement:

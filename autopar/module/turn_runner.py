@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate
 
 from autopar.codegen.lower import Lowered
 from autopar.graph.graph import info
@@ -97,7 +98,7 @@ class InTurns(Runner):
     def _sums(self, left: list[list[Tensor]]) -> list[Tensor]:
         """The operands of the ending."""
         sums = self.ending.sums
-        columns = zip(*[outputs[-len(sums) :] for outputs in left], strict=True)
+        columns = zip(*[outputs[len(outputs) - len(sums) :] for outputs in left], strict=True)
         return [_added_up(each) if is_sum else each[-1] for is_sum, each in zip(sums, columns, strict=True)]
 
     def _output(self, place: int, at: int, left: list[list[Tensor]]) -> Tensor:
@@ -112,7 +113,8 @@ class InTurns(Runner):
         if all(p.is_replicated for p in self.parts[place].placements):
             return output
         shape = info(self.graph.output).outputs[place].shape
-        return dtensor_of(output, self.setup.mesh, self.parts[place], shape).full_tensor()
+        spread = dtensor_of(output, self.setup.mesh, self.parts[place], shape)
+        return spread.redistribute(placements=[Replicate()] * self.setup.mesh.ndim).to_local()
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """The gradients that turns have added up, times the gradient that goes back through the ending."""

@@ -25,10 +25,12 @@ from torch.utils import _pytree as pytree
 
 from autopar.letters import NotServed
 from autopar.module.checkpoint import whole
+from autopar.module.far_tensors import across_meshes, are_apart, from_where_it_lies, is_view_of, read_whole
 from autopar.module.storage import Storage
 from autopar.runtime.faults import naming_the_lost
-from autopar.runtime.owned_meshes import is_ours
+from autopar.runtime.owned_meshes import far_of, is_ours
 from autopar.runtime.patches import (
+    answer_across_meshes,
     answer_draws,
     answer_reads,
     before_adding_to_plain,
@@ -93,6 +95,7 @@ def read_and_write_as_whole() -> None:
     replace_methods(("share_memory_",), _shared_with_nobody)
     replace_property("data", _set_data)
     begin_as_whole(is_ours, _begin)
+    answer_across_meshes(across_meshes)
 
 
 def whole_of(tensor: DTensor) -> Tensor:
@@ -111,9 +114,14 @@ def _gathered(tensor: DTensor) -> Tensor:
 def store(tensor: DTensor, full: Tensor, of_rank_0: bool = False) -> None:
     """Write the whole tensor, or that of rank 0: each rank its part, also to the base of a piece."""
     with torch.no_grad():
-        part = Storage.like(tensor).take(full, of_rank_0).to_local()
-        local_part(tensor).copy_(_summand(part, tensor))
+        _hold(tensor, Storage.like(tensor).take(full, of_rank_0).to_local())
     _hand_on(tensor)
+
+
+def _hold(tensor: DTensor, part: Tensor) -> None:
+    """Write this rank's part, if it has one."""
+    if tensor.device_mesh.get_coordinate() is not None:
+        local_part(tensor).copy_(_summand(part, tensor))
 
 
 def _summand(part: Tensor, tensor: DTensor) -> Tensor:
@@ -152,6 +160,8 @@ def _read(name: str, theirs: Any) -> Any:
 
 def _up_to_date(name: str, theirs: Any) -> Any:
     """A method of DTensor itself, of which a piece is what its base holds now."""
+    if name == "full_tensor":
+        theirs = from_where_it_lies(theirs)
 
     def give(self: DTensor, *args: Any, **how: Any) -> Any:
         _refresh(self)
@@ -177,7 +187,7 @@ def _looked_at(name: str, theirs: Any) -> Any:
         if (_piece_of(self) is None and not _is_cut(self)) or (name == "__getitem__" and _copies(args[0])):
             return made
         for place, one in enumerate(made) if isinstance(made, (tuple, list)) else ((None, made),):
-            if isinstance(one, DTensor) and (_piece_of(self) is not None or not _shares(one, self)):
+            if isinstance(one, DTensor) and (_piece_of(self) is not None or not is_view_of(one, self)):
                 _mark(one, _Piece(self, _looking(name, args, how, place)))
         return made
 
@@ -197,11 +207,12 @@ def _computed(name: str, theirs: Any) -> Any:
 
     def compute(self: DTensor, *args: Any, **how: Any) -> Any:
         try:
-            return theirs(self, *args, **how)
+            if far_of(self) is None:  # else ranks that hold nothing would meet no error
+                return theirs(self, *args, **how)
         except RuntimeError as e:
             if not is_ours(self) or isinstance(e, _NOT_OF_DTENSOR):
                 raise
-            return _of_the_whole(name, self, args, how)
+        return _of_the_whole(name, self, args, how)
 
     return compute
 
@@ -269,6 +280,8 @@ def _met(name: str, theirs: Any) -> Any:
     """
 
     def meet(self: DTensor, *args: Any, **how: Any) -> Any:
+        if args and are_apart(self, args[0]):
+            return getattr(self.full_tensor(), name)(read_whole(args[0]), *args[1:], **how)
         if args and not isinstance(args[0], DTensor) and is_ours(self):
             if _is_plain(args[0]) and not args[0].dim():
                 args = (_as_copies(args[0].to(self.device), self.device_mesh), *args[1:])
@@ -430,7 +443,7 @@ def _refresh(tensor: DTensor) -> None:
     if piece is not None and not tensor.requires_grad:
         with torch.no_grad():
             seen = piece.look(whole_of(piece.base))
-            local_part(tensor).copy_(Storage.like(tensor).take(seen, False).to_local())
+            _hold(tensor, Storage.like(tensor).take(seen, False).to_local())
 
 
 def _hand_on(tensor: DTensor) -> None:
@@ -477,10 +490,6 @@ def _is_pending(tensor: DTensor) -> bool:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
-
-
-def _shares(one: DTensor, other: DTensor) -> bool:
-    return local_part(one).untyped_storage()._cdata == local_part(other).untyped_storage()._cdata
 
 
 def _copies(index: Any) -> bool:

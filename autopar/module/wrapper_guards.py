@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from autopar.letters import Consumed, NotServed
-from autopar.runtime.owned_meshes import is_ours
+from autopar.runtime.owned_meshes import far_of, is_ours
 from autopar.runtime.patches import answer_pickling, around_torch_save, before_fully_shard, before_wrapping
 from autopar.runtime.private import before_call, call_of, local_part
 
@@ -81,7 +81,8 @@ def _refuse_models_in(module: nn.Module) -> None:
 
 def _is_whole(tensor: DTensor) -> bool:
     """Whether each rank holds the whole of it."""
-    return tensor.device_mesh.size() == 1 or all(p.is_replicate() for p in tensor.placements)
+    has_parts = tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)
+    return not has_parts and far_of(tensor) is None
 
 
 def _as_pickled(tensor: DTensor) -> Tensor:

@@ -231,7 +231,16 @@ def wait_for(work: Any) -> None:
             if has_ended:
                 work.wait()
                 return
+            if _is_in_vain():
+                raise RuntimeError("Connection closed: another rank has met a lost one") from None
             patience *= 2
+
+
+def _is_in_vain() -> bool:
+    """Whether another rank has found one lost; this one then says in time that it is there."""
+    with contextlib.suppress(RuntimeError):
+        return failure_log.is_lost_elsewhere()
+    return False
 
 
 def _look(here: Standing) -> None:

@@ -384,3 +384,14 @@ def logged_from(name: str, level: int) -> Iterator[None]:
 def _patched_if_imported(module: str, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
     owner = sys.modules.get(module)
     return patched(owner, name, value) if owner is not None else contextlib.nullcontext()
+
+
+def transformers_in_two_groups() -> contextlib.AbstractContextManager[None]:
+    """Let a Trainer group parameters by weight decay alone: a checkpoint has the groups of one device.
+
+    It would make groups of each mesh. Private: `transformers.trainer.has_mixed_dtensor`, transformers 5.
+    """
+    module = sys.modules.get("transformers.trainer")
+    if not hasattr(module, "has_mixed_dtensor"):
+        return contextlib.nullcontext()
+    return patched(module, "has_mixed_dtensor", lambda tensors: False)

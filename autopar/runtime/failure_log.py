@@ -32,6 +32,7 @@ class _Mine:
     calls: int = 0  # number of calls begun
     raised_in: int = -1  # number of the last call that raised an error
     is_said: bool = False  # whether a message stands in the store
+    losses: int = 0  # number of its collectives that have failed
     counted_in: Any = None  # the store that counts this rank's error
 
 
@@ -88,6 +89,19 @@ def by_text(said: Iterable[tuple[int, str]]) -> str:
     for rank, text in said:
         ranks.setdefault(text, []).append(rank)
     return "; ".join(f"rank {', '.join(map(str, some))} {text}" for text, some in ranks.items())
+
+
+def begin_loss() -> str:
+    """Note that a collective of this rank has failed; returns the prefix of the entries about that loss."""
+    names = key("lost", _MINE.losses, "")
+    _MINE.losses += 1
+    connection().set(f"{names}began", "")
+    return names
+
+
+def is_lost_elsewhere() -> bool:
+    """Whether a collective has failed on another rank, so that one of this rank may never end."""
+    return bool(connection().check([key("lost", _MINE.losses, "began")]))
 
 
 def _write(text: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import sys
 import time
@@ -24,12 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from autopar.letters import Letter, Lost, NotServed
 from autopar.runtime import failure_log
 from autopar.runtime.agreement import tell_error, wait_at_most
-from autopar.runtime.job_store import RollCall, await_key, connection, key, settle
+from autopar.runtime.job_store import RollCall, await_key, connection, settle
 from autopar.runtime.private import set_timeout
 from autopar.runtime.world import limit_world
 
 _GRACE_S = 3.0
-_LOSSES = itertools.count()  # numbers of the failed collectives of this rank
 _SIGNS = (
     "gloo",
     "NCCL",
@@ -40,6 +38,7 @@ _SIGNS = (
     "Broken pipe",
     "Socket",
     "wait timeout",
+    "caused pair closure",
 )
 
 
@@ -99,6 +98,17 @@ def naming_the_lost(where: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def waiting_in(where: str) -> Iterator[None]:
+    """Say in letters of the block around this one where exactly a rank waited, and for whom."""
+    try:
+        yield
+    except RuntimeError as e:
+        if not tells_of_another(str(e)):
+            raise
+        raise _lost(where, e) from e
+
+
+@contextlib.contextmanager
 def naming_the_lacking(where: str) -> Iterator[None]:
     """Turn NotImplementedError in the block into a letter.
 
@@ -134,7 +144,7 @@ def _told_by_one() -> str:
     """Text that names the lost ranks: one of those that notice finds out, and tells the others."""
     store = connection()
     rank = dist.get_rank()
-    names = key("lost", next(_LOSSES), "")
+    names = failure_log.begin_loss()
     roll_call = RollCall(store, f"{names}came", dist.get_world_size())
     roll_call.come(rank)
     if settle(store, f"{names}first", str(rank)) == str(rank):

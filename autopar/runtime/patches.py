@@ -106,16 +106,17 @@ def skip_together() -> None:
     """Let GradScaler skip a step on all ranks of a parallel model's mesh where one has found an inf.
 
     torch 2.13 reduces the finding over the axes that cut the first gradient of the list: where that is a copy and
-    another is cut, ranks would diverge.
+    another is cut, or lies on another stage, ranks would diverge.
     """
 
     def make(theirs: Any) -> Any:
         def ours(op_call: Any, args: Any, kwargs: Any) -> None:
-            theirs(op_call, args, kwargs)
-            if is_ours(args[0][0]):
-                mesh = args[0][0].device_mesh
-                for axis in range(mesh.ndim):
-                    dist.all_reduce(args[1], dist.ReduceOp.MAX, group=mesh.get_group(axis))
+            gradients, found, *scale = args
+            if not is_ours(gradients[0]):
+                theirs(op_call, args, kwargs)
+                return
+            op_call([getattr(g, "_local_tensor", g) for g in gradients], found, *scale, **kwargs)
+            dist.all_reduce(found, dist.ReduceOp.MAX)
 
         return ours
 
@@ -139,6 +140,22 @@ def let_anomalies_be_looked_for() -> None:
         return ours
 
     STANDING.put(handlers(), torch.ops.aten._is_any_true.default, make)
+
+
+def answer_across_meshes(answer: Callable[[Any, Any, Any], Any]) -> None:
+    """Let `answer` give the result of an op that DTensor is asked for the first time, or NotImplemented.
+
+    Operands on several meshes are never asked for by a known name, as that is an error in torch.
+    """
+
+    def make(theirs: Any) -> Any:
+        def ours(self: Any, op_call: Any, args: Any, kwargs: Any, *more: Any, **how: Any) -> Any:
+            found = answer(op_call, args, kwargs)
+            return theirs(self, op_call, args, kwargs, *more, **how) if found is NotImplemented else found
+
+        return ours
+
+    STANDING.put(type(DTensor._op_dispatcher), "_propagate_op_sharding_dispatch_slow_path", make)
 
 
 def handlers() -> dict[Any, Any]:

@@ -1,15 +1,16 @@
 """What the ranks of a pipeline send each other: values forward, their gradients back, and what all of them have.
 
-Every ordered pair of ranks has a process group of its own, so that what goes one way never waits for what comes the
-other. A send is begun and kept until it has ended; nobody waits for one before the end of a step. Receives are waited
-for in the order in which the peer sends.
+Every ordered pair of ranks has a process group for values, and one for gradients: what goes one way never waits for
+what comes the other, and on a V both go the same way in no common order. What is sent is begun and kept until it has
+arrived; nobody waits for that before the end of a step. A message is a broadcast in its pair: unlike gloo's receives, a
+wait for it can look now and then whether others do something else.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,47 +19,53 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.agreement import wait_for
+from autopar.runtime.faults import waiting_in
 
-Pair = tuple[int, int]  # coordinates on the axis of stages: who sends, who receives
+Way = tuple[int, int, bool]  # coordinates on the axis of stages: who sends, who receives; whether it is gradients
 
 
 @dataclass(slots=True, eq=False)
 class Line:
     """The ranks that hold the same part of every stage, one for each coordinate, as one of them sees them."""
 
+    lines: tuple[tuple[int, ...], ...]  # one for each coordinate within a stage
     ranks: tuple[int, ...]
     index: int
-    group: Any  # the process group of all of them
-    ways: dict[Pair, Any]  # the groups of the pairs to which this rank belongs
-    shared: dict[tuple[int, ...], Any]  # groups of coordinates that store the same parameters
+    group: Any  # all ranks of the line
+    timeout: timedelta
+    ways: dict[Way, Any] = field(default_factory=dict)  # the groups of the pairs to which this rank belongs
     sent: list[tuple[Any, Tensor]] = field(default_factory=list)
 
-    def send(self, value: Tensor, to: int) -> None:
+    def open(self, ways: Iterable[Way]) -> None:
+        """Make the groups of ways that have none yet; all ranks do so together."""
+        for way in sorted(set(ways) - self.ways.keys()):
+            a, b, _ = way
+            groups = {line: dist.new_group([line[a], line[b]], timeout=self.timeout) for line in self.lines}
+            self.ways[way] = groups[self.ranks]
+
+    def send(self, value: Tensor, to: int, is_gradient: bool) -> None:
         """Begin to send a value to another coordinate."""
         lies = value.contiguous()
-        work = dist.isend(lies, self.ranks[to], group=self.ways[self.index, to])
-        self.sent = [(before, kept) for before, kept in self.sent if not before.is_completed()]
-        self.sent.append((work, lies))
+        self.sent = [(work, kept) for work, kept in self.sent if not work.is_completed()]
+        self.sent.append((self._begin(lies, (self.index, to, is_gradient)), lies))
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Arrival:
-        """Begin to receive a value from another coordinate."""
-        value = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return Arrival(dist.irecv(value, self.ranks[source], group=self.ways[source, self.index]), value)
+    def receive(self, into: Tensor, source: int, is_gradient: bool) -> Arrival:
+        """Begin to receive a value from another coordinate into this memory."""
+        return Arrival(self._begin(into, (source, self.index, is_gradient)), into, self.ranks[source])
+
+    def _begin(self, value: Tensor, way: Way) -> Any:
+        return dist.broadcast(_as_bytes(value), self.ranks[way[0]], group=self.ways[way], async_op=True)
 
     def end(self) -> None:
         """Wait until all that was sent has been received."""
-        for work, _ in self.sent:
-            work.wait()
+        with waiting_in("the end of a step, for others to receive what was sent"):
+            for work, _ in self.sent:
+                wait_for(work)
         self.sent = []
 
     def of_all(self, value: Tensor, source: int) -> Tensor:
         """A value of one coordinate on all of them, written to the given memory elsewhere."""
-        wait_for(dist.broadcast(value, self.ranks[source], group=self.group, async_op=True))
-        return value
-
-    def summed(self, value: Tensor, coordinates: tuple[int, ...]) -> Tensor:
-        """The sum over the coordinates that share a parameter, in place."""
-        wait_for(dist.all_reduce(value, group=self.shared[coordinates], async_op=True))
+        wait_for(dist.broadcast(_as_bytes(value), self.ranks[source], group=self.group, async_op=True))
         return value
 
 
@@ -68,31 +75,45 @@ class Arrival:
 
     work: Any
     value: Tensor
+    source: int
 
     def wait(self) -> Tensor:
-        self.work.wait()  # not in short waits: gloo closes the pair where one runs out
+        with waiting_in(f"a stage, for what rank {self.source} sends"):
+            wait_for(self.work)
         return self.value
+
+
+def added_up(value: Tensor, group: Any, what: str) -> Tensor:
+    """The sum over the ranks of a group, in place."""
+    with waiting_in(f"{what}, with rank {', '.join(map(str, dist.get_process_group_ranks(group)))}"):
+        wait_for(dist.all_reduce(value, group=group, async_op=True))
+    return value
+
+
+def _as_bytes(value: Tensor) -> Tensor:
+    """The memory of a contiguous tensor in a dtype that every backend takes."""
+    return value.view(-1).view(torch.uint8)
 
 
 def stage_meshes(device_type: str, ranks: Sequence[Sequence[int]], shape: Sequence[int], axes: Sequence[str]) -> Any:
     """The mesh of the stages of each coordinate, by the ranks there; all ranks make all of them together."""
-    return tuple(
-        DeviceMesh(device_type, torch.tensor(list(some)).view(tuple(shape)), mesh_dim_names=tuple(axes))
-        for some in ranks
-    )
+    return tuple(mesh_of_ranks(device_type, [some], shape, axes) for some in ranks)
 
 
-def line_of(ranks: Sequence[Sequence[int]], pairs: Iterable[Pair], shared: Iterable[tuple[int, ...]]) -> Line:
+def mesh_of_ranks(device_type: str, ranks: Sequence[Sequence[int]], shape: Sequence[int], axes: Sequence[str]) -> Any:
+    """The mesh of the stages of some coordinates, by the ranks of each; all ranks make it together."""
+    return DeviceMesh(device_type, torch.tensor(list(map(list, ranks))).view(tuple(shape)), mesh_dim_names=tuple(axes))
+
+
+def line_of(ranks: Sequence[Sequence[int]], timeout_s: float) -> Line:
     """This rank's line; `ranks` are those of each coordinate. All ranks make all groups together."""
     me = dist.get_rank()
-    pairs = sorted(set(pairs))
-    shared = sorted(set(shared))
-    mine = None
-    for line in zip(*ranks, strict=True):
-        group = dist.new_group(list(line))
-        ways = {(a, b): dist.new_group([line[a], line[b]]) for a, b in pairs}
-        sharing = {some: dist.new_group(list(operator.itemgetter(*some)(line))) for some in shared}
-        if me in line:
-            mine = Line(tuple(line), line.index(me), group, ways, sharing)
-    assert mine is not None
+    lines = tuple(zip(*ranks, strict=True))
+    timeout = timedelta(seconds=timeout_s)
+    groups = [dist.new_group(list(line), timeout=timeout) for line in lines]
+    (mine,) = (
+        Line(lines, line, line.index(me), group, timeout)
+        for line, group in zip(lines, groups, strict=True)
+        if me in line
+    )
     return mine

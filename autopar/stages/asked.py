@@ -11,7 +11,7 @@ from autopar.letters import NotServed, among
 from autopar.runtime.world import world_size
 from autopar.sharding.mesh import DeviceMesh
 from autopar.stages.orders import ORDERS
-from autopar.stages.pipeline import stage_mesh
+from autopar.stages.pipeline import FORWARD, Pipeline, stage_mesh
 
 AXES = ("pp", "pipe", "pipeline")  # an axis with one of these names has stages along it
 _KEYS = ("size", "schedule", "stages_each", "cuts")
@@ -27,6 +27,16 @@ class Asked:
     cuts: tuple[str, ...] = ()  # blocks at which stages begin; empty: the search finds them
     mesh: DeviceMesh | None = None  # the mesh of all devices, where one was given
     axis: str = AXES[0]
+    place: tuple[int, ...] = ()  # coordinate of each stage of a model that is stored already
+
+    @staticmethod
+    def again(first: Pipeline | None, has_gradients: bool) -> Asked | None:
+        """The pipeline of another call of a model: its stages where they are, with or without backward."""
+        if first is None:
+            return None
+        each = len(first.place) // first.coordinates
+        schedule = first.schedule if has_gradients else FORWARD
+        return Asked(first.coordinates, schedule, each, first.firsts, first.mesh, first.axis, first.place)
 
     def whole(self, stage: DeviceMesh) -> DeviceMesh:
         """The mesh of all devices around that of a stage."""

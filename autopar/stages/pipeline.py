@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.sharding.mesh import DeviceMesh
+
+FORWARD = "forward"  # the schedule of calls without gradients, which run the F of their order alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +66,17 @@ def stage_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """The mesh of one stage: all axes but one."""
     others = tuple(name for name in mesh.axes if name != axis)
     return mesh[others] if others else DeviceMesh((1,), ("stage",))
+
+
+def coordinates_of(stages: Sequence[int], place: Sequence[int]) -> tuple[int, ...]:
+    """The coordinates of stages, each once."""
+    return tuple(sorted({place[stage] for stage in stages}))
+
+
+def forward_orders(place: Sequence[int]) -> tuple[str, ...]:
+    """The order of one turn on each coordinate, for stages placed anyhow: all F, and B back."""
+    found = []
+    for coordinate in range(max(place) + 1):
+        mine = [stage for stage, at in enumerate(place) if at == coordinate]
+        found.append(" ".join([f"{stage}F0" for stage in mine] + [f"{stage}B0" for stage in reversed(mine)]))
+    return tuple(found)

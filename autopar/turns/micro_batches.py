@@ -32,13 +32,14 @@ from autopar.turns.writer import ALL, EVERYWHERE, Value, Writer
 _AS_A_BATCH = "microbatches=1, and accumulation= of calls with fewer rows"
 
 
-def in_micro_batches(graph: Graph, turns: int, keeps_outputs: bool) -> Graph:
+def in_micro_batches(graph: Graph, turns: int, keeps_outputs: bool, even_one: bool = False) -> Graph:
     """The graph of one of `turns` micro-batches of the same batch.
 
-    Outputs beside a loss that are rows of a micro-batch leave it only where `keeps_outputs`. A letter names an op that
-    cannot run on some of the rows, as it depends on all of them, such as batch norm in training.
+    A single one is left as it was unless `even_one`. Outputs beside a loss that are rows of a micro-batch leave it only
+    where `keeps_outputs`. A letter names an op that cannot run on some of the rows, as it depends on all of them, such
+    as batch norm in training.
     """
-    if turns == 1:
+    if turns == 1 and not even_one:
         return graph
     made = _MicroBatch(graph, turns, keeps_outputs).run()
     run_passes("graph", (drop_dead, one_name_per_fan_out), made, verify)

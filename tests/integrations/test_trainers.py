@@ -180,3 +180,18 @@ def test_a_loss_of_the_users_is_planned_with_the_model(tmp_path):
         said.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
     assert said[0] == pytest.approx(said[1], rel=1e-5) and len(said[0]) == 2
     assert lines.log.last.step == 2 and lines.log.last.rates.workload.tokens == 2 * ROWS * 16  # of two micro-batches
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_training_in_stages_is_that_of_one_device_and_goes_on_there(tmp_path):
+    how = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "save_steps": 3}
+    one, two = (str(tmp_path / name) for name in ("one", "two"))
+    right = on_processes(1, of_transformers, one, how)[0]
+    mesh = autopar.DeviceMesh((2, 2), ("pp", "tp"))
+    planning = {"mesh": mesh, "microbatches": 2, "cluster": "generic", "memory_budget": "inf"}
+    found, *_, other = on_processes(4, of_autopar, 4, two, how, planning, timeout_s=300)
+    check_alike(found, right)
+    assert found[1] == other[1]
+    back = on_processes(1, of_transformers, two + "1", how, f"{two}/checkpoint-3")[0]
+    check_alike(back, right)

@@ -256,7 +256,7 @@ def test_another_batch_passes_in_as_many_turns_as_share_it():
     with InFloat64():
         found = values(mine, few, 1)
     Equality.in_float64("six rows", found, {n: t for n, t in expected.items() if n in found}, 1e-9).check()
-    assert mine._autopar.last.lowered.plan.microbatches == 2
+    assert mine._autopar.last.lowered.plan.microbatches == 3
 
 
 def test_gradients_of_calls_in_micro_batches_wait():
