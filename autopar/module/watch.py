@@ -10,6 +10,7 @@ and compares a gradient of them with that of the plain model on one device (`sin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,6 @@ from autopar.module.single_device import Compared, compared
 from autopar.progress import caution
 from autopar.runtime.agreement import agree
 from autopar.runtime.world import exchanged
-from autopar.sharding.mesh import DeviceMesh
 
 _LIMITS = LIMITS.watch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -178,12 +178,11 @@ def _copies(tensor: Tensor, ranks: int) -> list[list[int]]:
     if not isinstance(tensor, DTensor):
         return [list(range(ranks))]
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    mesh = DeviceMesh.of(tensor.device_mesh)
+    everyone = tensor.device_mesh.mesh  # not all ranks, where the tensor is of a stage
     found = defaultdict[Any, list[int]](list)
-    for rank in range(ranks):
-        place = mesh.coordinate(rank)
-        found[tuple(place[axis] for axis in cut)].append(rank)
-    return list(found.values())
+    for place in itertools.product(*map(range, everyone.shape)):
+        found[tuple(place[axis] for axis in cut)].append(int(everyone[place]))
+    return list(map(sorted, found.values()))
 
 
 def _minorities(sums: Sequence[int], copies: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[int]]]:

@@ -38,31 +38,35 @@ def by_block(space: Space, point: Point, units: Units) -> ByBlock:
 def _bytes(
     space: Space, point: Point, units: Units
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes by block: what stands, by kind, and then the last four of `ByBlock`."""
+    """Bytes by block: what stands, by kind, and then the last four of `ByBlock`.
+
+    From its second micro-batch on a stage has all of its gradients, so that these stand like parameters.
+    """
     memory = space.memory
     assert memory is not None
     count = len(units.names)
     ops = len(memory.passages.ops)
-    unit_of = [units.of.get(site.name, 0) for site in space.sites]
-    of_time = np.array([unit_of[op.site] for op in memory.passages.ops], int)
     standing = {kind: np.zeros(count) for kind in STANDING}
     gathered = np.zeros(count)
-    busy = np.zeros(count)
+    there = np.zeros(memory.times + 1)  # bytes of all blocks at every time, of what is counted as standing
     for piece in memory.pieces:
         edge = space.edges[piece.place] if piece.is_edge else None
         amount = float(piece.bytes[edge.place(point.picked) if edge else point.picked[piece.place]])
-        unit = unit_of[edge.target if edge else piece.place]
-        if piece.kind in STANDING and piece.last - piece.first >= ops:
-            standing[piece.kind][unit] += amount
-        elif piece.kind == "gathered parameters" and piece.first < ops <= piece.last:
-            gathered[unit] += amount
+        site = space.sites[edge.source if edge else piece.place].name
+        is_kept = piece.kind == "gathered parameters" and piece.first < ops <= piece.last
+        if is_kept or (piece.kind in STANDING and piece.last >= 2 * ops - 1):
+            into = gathered if is_kept else standing[piece.kind]
+            into[list(units.shared.get(site, (units.of.get(site, 0),)))] += amount
+            there[piece.first] += amount
+            there[piece.last + 1] -= amount
+    of_time = np.array([units.of.get(space.sites[op.site].name, 0) for op in memory.passages.ops], int)
     saved, waiting = _saved(space, point, units, of_time)
-    before = np.concatenate([[0.0], np.cumsum(gathered + saved)[:-1]])
-    stands = sum(float(of_kind.sum()) for of_kind in standing.values())
-    for unit in range(count):
+    beside = point.held[: 2 * ops] - np.cumsum(there)[: 2 * ops]
+    before = np.concatenate([[0.0], np.cumsum(saved)[:-1]])
+    busy = np.zeros(count)
+    for unit in set(of_time.tolist()):
         own = np.flatnonzero(of_time == unit)
-        if len(own):
-            busy[unit] = float(point.held[[*own, *(2 * ops - 1 - own)]].max()) - stands - float(before[unit])
+        busy[unit] = float(beside[[*own, *(2 * ops - 1 - own)]].max() - before[unit])
     return standing, gathered, saved, waiting, busy
 
 

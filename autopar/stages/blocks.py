@@ -17,6 +17,7 @@ class Units:
     weights: Mapping[str, float]  # op -> the share of its backward that makes gradients of parameters
     crossing: tuple[tuple[str, int, int], ...]  # values that a later block reads: node's name, its block, the last one
     frozen: int  # blocks at first that have no parameter that is trained
+    shared: Mapping[str, tuple[int, ...]]  # parameter that several blocks read -> these blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +30,7 @@ class ByBlock:
     weights: np.ndarray  # seconds of the rest of backward
     once: np.ndarray  # seconds that come once a step: the optimizer's
     standing: Mapping[str, np.ndarray]  # bytes that are there all the time, by kind
-    gathered: np.ndarray  # bytes of gathered parameters, from forward to backward
+    gathered: np.ndarray  # bytes of gathered parameters that are kept from forward to backward
     saved: np.ndarray  # bytes of a micro-batch that backward needs
     waiting: np.ndarray  # bytes of a micro-batch that wait for the gradients of parameters alone
     busy: np.ndarray  # most bytes while a block runs, beside what stands and what blocks before it have saved
@@ -39,6 +40,6 @@ class ByBlock:
         return {kind: float(of_kind[first:end].sum()) for kind, of_kind in self.standing.items()}
 
     def runs(self, first: int, end: int) -> float:
-        """The most bytes while one of these blocks runs, beside what stands, is gathered and is saved."""
-        own = self.saved[first:end] + self.gathered[first:end]
-        return float((self.busy[first:end] + np.cumsum(own) - own).max()) - float(own.sum())
+        """The most bytes while one of these blocks runs, beside what stands and what is saved in the end."""
+        own = self.saved[first:end]
+        return float((self.busy[first:end] + np.cumsum(own) - own).max() - own.sum())

@@ -142,8 +142,11 @@ def units_of(graph: Graph) -> Units:
     for node, reader in readers:
         last[node] = max(last.get(node, 0), reader)
     crossing = tuple((n.name, unit[n], last[n]) for n in nodes if n in last and last[n] > unit[n])
-    trained = [unit[n] for n in nodes if info(n).kind == "parameter" and _wants_gradient(n)]
-    return Units(names, {info(n).key: unit[n] for n in nodes}, share, crossing, min(trained, default=0))
+    parameters = [n for n in nodes if info(n).kind == "parameter"]
+    of_parameters = {info(n).key: tuple(sorted({unit[u] for u in n.users})) for n in parameters}
+    shared = {name: blocks for name, blocks in of_parameters.items() if len(blocks) > 1}
+    trained = [unit[n] for n in parameters if _wants_gradient(n)]
+    return Units(names, {info(n).key: unit[n] for n in nodes}, share, crossing, min(trained, default=0), shared)
 
 
 def _of_parameters_alone(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -228,6 +228,18 @@ def refused(both):
         torch.stack([p.norm() for p in both.spread.parameters()])
 
 
+def watched(both):
+    """A watch finds a copy that differs on one rank of a far stage, and nothing before that."""
+    watch = autopar.watch(both.spread, every=1, rows=0)
+    loss_of(both.spread(**both.batch)).backward()
+    norm = both.spread.get_parameter("blocks.3.norm.weight")
+    if dist.get_rank() == 3:
+        norm.to_local().detach().add_(1.0)
+    with pytest.raises(autopar.Letter, match=r"blocks\.3\.norm\.weight on rank"):
+        both.spread(**both.batch)
+    watch.remove()
+
+
 def of_loops(folder):
     both = Both("speaker", outputs="full")
     yield "reads", lambda: reads(both)
@@ -247,6 +259,7 @@ def of_more_loops(folder):
     yield "odd batches", lambda: odd_batches(both, [6, 2, 3])
     yield "SGD", lambda: steps(both, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False), 3)
     yield "max_norm=", lambda: clipped_in_the_step(both)
+    yield "watch", lambda: watched(both)
     in_four = Both("encoder and decoder", (4,), parallel=None)  # three of the stages share one table
     yield "AdamW in four stages", lambda: steps(in_four, adamw(False), 20, clip=0.05)
 
