@@ -31,7 +31,7 @@ from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.meshes import best_mesh, meshes
 from autopar.solver.plan import Beside, Plan
 from autopar.solver.rivals import PricedSpace
-from autopar.solver.summary import rivals_of, speed_of, verdict
+from autopar.solver.summary import rivals_of, speed_of, turns_of_rivals, verdict
 from autopar.space.presets import cuts_axes_alike, of_rows_and_context
 from autopar.stages.asked import Asked
 from autopar.staging import staged
@@ -102,12 +102,16 @@ def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool 
 
 
 def _beside(graph: Graph, request: Request, of: Plan) -> tuple[Beside, ...]:
-    """Step time and memory of presets on the mesh of a plan, without a budget or constraints."""
-    freer: dict[str, Any] = {"mesh": of.mesh, "memory_budget": math.inf, "constraints": None}
-    freer |= {"microbatches": of.microbatches, "time_limit": None}
+    """Step time and memory of presets on the devices of a plan, without a budget or constraints."""
+    mesh = of.mesh
+    turns = turns_of_rivals(of)
+    if of.pipeline is not None:
+        mesh = DeviceMesh((of.devices,), ("devices",), of.pipeline.mesh.ranks)
+    freer: dict[str, Any] = {"mesh": mesh, "memory_budget": math.inf, "constraints": None, "pipeline": None}
+    freer |= {"microbatches": turns, "time_limit": None}
     found = []
     for name in rivals_of(of):
-        parallel = of_rows_and_context(rows_of_batch(graph) // of.microbatches, of.mesh) if name == "fsdp+cp" else name
+        parallel = of_rows_and_context(rows_of_batch(graph) // turns, mesh) if name == "fsdp+cp" else name
         try:
             plan = _in_few_turns(graph, replace(request, **freer, parallel=parallel))
             found.append(Beside(name, plan.step_time_s, plan.peak_bytes, plan.peak_bytes <= request.budget))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -29,9 +29,10 @@ from autopar.solver.rivals import PricedSpace
 from autopar.stages.asked import Asked
 from autopar.stages.blocks import ByBlock, Units
 from autopar.stages.cuts import units_of
-from autopar.stages.orders import ORDERS
+from autopar.stages.orders import ORDERS, Order
 from autopar.stages.pipeline import FORWARD, Pipeline, StageFigures, forward_orders
 from autopar.stages.search import Atoms, Block, Choice, best_cuts
+from autopar.stages.simulate import simulated
 
 _TIGHTER = (1.0, 0.5, 0.25, 0.12, 0.0)  # shares of what a plan saves for backward that are tried under a budget
 _FILLS = (1, 2, 4)  # micro-batches a coordinate that are tried where no number is asked for
@@ -123,6 +124,7 @@ class _Cutting:
     def __init__(self, graph: Graph, plan: Plan, units: Units, request: Request, asked: Asked) -> None:
         search = plan.search
         assert isinstance(search, PricedSpace) and search.counted is not None
+        self.search = search
         self.whole_plan = plan
         self.units = units
         self.request = request
@@ -131,19 +133,21 @@ class _Cutting:
         self.found = by_block(search.counted.space, search.point, units)
         self.mesh = asked.whole(plan.mesh)
         self.borders = _borders(graph, plan, units)
-        self.seconds = _seconds(request, self.mesh, asked.axis, self.borders)
+        self.atoms = _atoms(self.found, units, _seconds(request, self.mesh, asked.axis, self.borders))
         self.starts = _starts(units, asked)
 
     def plan(self) -> Plan:
         """The plan with the fastest stages."""
-        choice = self._choice()
+        found = self.found
+        plan = self.whole_plan
+        merged = _merged(self.atoms, self.starts)
+        choice = self._choice(merged)
         firsts = [self.starts[at] for at in accumulate(choice.cut, initial=0) if at < len(self.starts)]
-        ends = list(pairwise((*firsts, len(self.units.names))))
-        memory, most = _memory(self.found, ends, choice, self.borders)
+        ends = list(pairwise((*firsts, len(found.names))))
         place = choice.order.place
-        once = np.zeros(self.coordinates)
-        for (a, z), at in zip(ends, place, strict=True):
-            once[at] += self.found.once[a:z].sum()
+        memory, most = _memory(found, ends, choice, self.borders)
+        step = choice.run.seconds + _once(found, ends, place)
+        figures = _figures(found, ends, choice, merged, self.borders)
         pipeline = Pipeline(
             self.mesh,
             self.asked.axis,
@@ -151,27 +155,42 @@ class _Cutting:
             place,
             tuple(self.units.names[a] for a in firsts[1:]),
             choice.order.texts(),
-            choice.run.idle,
-            tuple(self._figures(choice, s, a, z, most[place[s]]) for s, (a, z) in enumerate(ends)),
+            1.0 - plan.step_time_s / (self.coordinates * step),
+            tuple(replace(stage, peak_bytes=most[at]) for stage, at in zip(figures, place, strict=True)),
         )
-        plan = self.whole_plan
-        step = choice.run.seconds + float(once.max())
-        least = (choice.bound + float(once.mean())) * (1.0 - plan.gap)
+        cut = tuple(z - a for a, z in ends)
+        self.search.cuts = functools.partial(_moved, found, self.atoms, choice.order, cut, self.room)
+        fullest = max(place, key=lambda at: most[at])
+        full = [str(stage) for stage, at in enumerate(place) if at == fullest]
+        least = (choice.bound + float(found.once.sum()) / self.coordinates) * (1.0 - plan.gap)
         return replace(
             plan,
             pipeline=pipeline,
             step_time_s=step,
             lower_bound_s=min(least, step),
-            bound_of=(
-                f"on {self.coordinates} coordinates of stages in {plan.microbatches} micro-batches, wherever cut,"
-            ),
+            bound_of=self._bound_of(choice),
             memory=memory,
             budget=self.request.budget,
             sources={name: seconds * step / plan.step_time_s for name, seconds in plan.sources.items()},
-            peak_at=f"stage {max(range(len(place)), key=lambda stage: most[place[stage]])}",
+            peak_at=f"devices of stage{'s' * (len(full) > 1)} {', '.join(full)}",
         )
 
-    def _choice(self) -> Choice:
+    def _bound_of(self, choice: Choice) -> str:
+        halves = "" if any(choice.run.kept) else " and backward whole"
+        cuts = "at these cuts" if self.asked.cuts else "whatever its cuts"
+        turns = self.whole_plan.microbatches
+        return (
+            f"in {turns} micro-batches on {self.coordinates} coordinates of stages, with as many in flight{halves}, "
+            f"{cuts},"
+        )
+
+    @property
+    def room(self) -> float:
+        """Bytes for what stands and what is saved: the budget without what one block needs while it runs."""
+        runs = max(self.found.runs(*ends) for ends in pairwise((*self.starts, len(self.units.names))))
+        return self.request.budget - runs - 2 * max(self.borders, default=0.0)
+
+    def _choice(self, merged: Atoms) -> Choice:
         """The fastest cut and order that fit."""
         asked = self.asked
         names = [name for name in ORDERS if name != "gpipe"] if asked.schedule == "auto" else [asked.schedule]
@@ -179,24 +198,57 @@ class _Cutting:
         if asked.cuts:
             each = len(self.starts) // self.coordinates
             names = [name for name in names if each == 1 or name in _SEVERAL]
-        runs = max(self.found.runs(*ends) for ends in pairwise((*self.starts, len(self.units.names))))
-        room = self.request.budget - runs - 2 * max(self.borders, default=0.0)
-        atoms = _merged(_atoms(self.found, self.units, self.seconds), self.starts)
-        return best_cuts(atoms, self.coordinates, self.whole_plan.microbatches, names, each, room)
+        return best_cuts(merged, self.coordinates, self.whole_plan.microbatches, names, each, self.room)
 
-    def _figures(self, choice: Choice, stage: int, a: int, z: int, peak: int) -> StageFigures:
-        found = self.found
-        return StageFigures(
-            self.units.names[a:z],
-            float(found.forward[a:z].sum()),
-            float(found.inward[a:z].sum()),
-            float(found.weights[a:z].sum()),
-            self.seconds[z - 1] if z < len(self.units.names) else 0.0,
+
+def _figures(
+    found: ByBlock, ends: Sequence[tuple[int, int]], choice: Choice, merged: Atoms, borders: Sequence[float]
+) -> Iterator[StageFigures]:
+    """The figures of each stage, at the prices at which its order was chosen."""
+    prices, _ = merged.prices(choice.cut)
+    place = choice.order.place
+    assert isinstance(prices.transfer, tuple)
+    for stage, ((a, z), price) in enumerate(zip(ends, prices.stages, strict=True)):
+        is_last = z == len(found.names)
+        yield StageFigures(
+            found.names[a:z],
+            price.forward,
+            price.inward,
+            price.weights,
+            0.0 if is_last else prices.transfer[stage],
+            0 if is_last or place[stage] == place[stage + 1] else round(borders[z - 1]),
             round(sum(found.stands(a, z).values())),
             round(float(found.saved[a:z].sum())),
+            round(float(found.waiting[a:z].sum())),
             choice.run.saved[stage],
-            peak,
         )
+
+
+def _once(found: ByBlock, ends: Sequence[tuple[int, int]], place: Sequence[int]) -> float:
+    """Seconds of the optimizer on the coordinate where it takes longest."""
+    each = dict.fromkeys(place, 0.0)
+    for (a, z), at in zip(ends, place, strict=True):
+        each[at] += float(found.once[a:z].sum())
+    return max(each.values())
+
+
+def _moved(found: ByBlock, atoms: Atoms, order: Order, cut: Sequence[int], room: float) -> list[tuple[int, int, float]]:
+    """Seconds of the step with each stage but the first begun a block later or earlier, in the same order."""
+    rows = []
+    for stage, by in ((stage, by) for stage in range(1, len(cut)) for by in (-1, 1)):
+        other = [n + by * ((k == stage - 1) - (k == stage)) for k, n in enumerate(cut)]
+        if min(other) < 1:
+            continue
+        prices, blocks = atoms.prices(other)
+        held = order.most_held([block.saved for block in blocks], [block.kept for block in blocks])
+        stands = [
+            sum(b.standing for b, at in zip(blocks, order.place, strict=True) if at == r) for r in range(len(held))
+        ]
+        fits = max(map(operator.add, held, stands)) <= room
+        ends = list(pairwise(accumulate(other, initial=0)))
+        seconds = simulated(order, prices).seconds + _once(found, ends, order.place)
+        rows.append((stage, by, seconds if fits else math.inf))
+    return rows
 
 
 def _starts(units: Units, asked: Asked) -> list[int]:
@@ -242,19 +294,18 @@ def _memory(
     place = choice.order.place
     saved = [float(found.saved[a:z].sum()) for a, z in ends]
     held = choice.order.most_held(saved, [float(found.waiting[a:z].sum()) for a, z in ends])
+    stands = {**found.standing, "gathered parameters": found.gathered}
     by_kind: dict[int, dict[str, float]] = {}
     for at in sorted(set(place)):
         own = [blocks for blocks, of in zip(ends, place, strict=True) if of == at]
-        kinds: dict[str, float] = {}
-        for a, z in own:
-            for kind, nbytes in (
-                *found.stands(a, z).items(),
-                ("gathered parameters", float(found.gathered[a:z].sum())),
-            ):
-                kinds[kind] = kinds.get(kind, 0.0) + nbytes
+        kinds = {kind: sum(float(of[a:z].sum()) for a, z in own) for kind, of in stands.items()}
         travels = sum(borders[a - 1] for a, _ in own if a) + sum(borders[z - 1] for _, z in own if z < len(found.names))
-        runs = max(found.runs(a, z) for a, z in own)
-        by_kind[at] = {**kinds, "saved activations": held[at], "transients": max(0.0, runs) + travels}
+        turns = held[at] + max(0.0, *(found.runs(a, z) for a, z in own)) + travels
+        reduced = sum(float(found.reduced[a:z].sum()) for a, z in own)
+        if reduced > turns:  # gradients of all micro-batches are reduced when nothing is in flight
+            by_kind[at] = {**kinds, "gradients": kinds["gradients"] + reduced}
+        else:
+            by_kind[at] = {**kinds, "saved activations": held[at], "transients": turns - held[at]}
     most = {at: round(sum(kinds.values())) for at, kinds in by_kind.items()}
     fullest = max(most, key=lambda at: most[at])
     return {kind: round(nbytes) for kind, nbytes in by_kind[fullest].items()}, most

@@ -26,6 +26,7 @@ def distributed_config(plan: Plan) -> Any:
     except ImportError as e:
         raise NotServed("distributed_config needs transformers", advice="pip install transformers") from e
     told = Exported.of(plan)
+    told.refuse_stages("DistributedConfig")
     places = [_ORDER.index(kind) for kind in told.kinds]
     if places != sorted(places):
         raise BadPlan(

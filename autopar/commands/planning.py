@@ -12,6 +12,7 @@ from autopar.commands.clusters import cluster_of, notes_of
 from autopar.commands.models import Named
 from autopar.letters import Letter
 from autopar.solver.plan import Plan
+from autopar.solver.staged import FORMS, strip_of
 
 
 def asked_of(asked: argparse.Namespace) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def asked_of(asked: argparse.Namespace) -> dict[str, Any]:
         "accumulation": asked.accumulation,
         "microbatches": number_or_name(asked.microbatches),
         "chunks": number_or_name(asked.chunks),
+        "pipeline": number_or_name(asked.pipeline),
         "compile": asked.compile or None,
         "strict": asked.strict or None,
         "assume": autopar.Assume(no_padding=True) if asked.no_padding else None,
@@ -52,6 +54,8 @@ def plan(asked: argparse.Namespace) -> int:
     if asked.report:
         found.report(asked.report, asked.budgets)
     print(shown(found, asked))
+    if asked.verbose and not asked.json and (strip := strip_of(found)):
+        print("\n".join(["", *strip, FORMS]))
     notes = notes_of(given["cluster"]) if "cluster" in given else []
     if not asked.json and (table or notes):
         print("\n".join(["", *table, *notes]))

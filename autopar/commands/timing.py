@@ -13,7 +13,7 @@ import autopar
 from autopar.commands.models import Named, loss_of
 from autopar.commands.planning import asked_of
 from autopar.commands.verifying import MOST_RANKS
-from autopar.letters import BadPlan
+from autopar.letters import BadPlan, NotServed
 from autopar.solver.lanes import Event
 from autopar.solver.plan import Plan
 from autopar.solver.profiled import measured
@@ -29,6 +29,10 @@ def timeline(asked: argparse.Namespace) -> int:
     predicted = plan.timeline()
     real: list[Event] = []
     if asked.measure:
+        if plan.pipeline is not None:
+            raise NotServed(
+                "--measure compares all of a step, of which ranks of a pipeline run parts", advice="no stages"
+            )
         if plan.mesh.size > MOST_RANKS:
             raise BadPlan(
                 f"the plan is for {plan.mesh.size} devices, and --measure starts a local process for each",

@@ -23,6 +23,7 @@ from autopar.request import Request
 from autopar.runtime.world import world_size
 from autopar.solver.figures import aligned
 from autopar.solver.plan import Plan
+from autopar.solver.staged import mesh_of
 from autopar.testing.ranks import on_processes
 from autopar.tracer.precision import Precision, reference
 
@@ -38,9 +39,9 @@ def verify(asked: argparse.Namespace) -> int:
     """Print the largest errors of loss and gradients; returns 1 where one is too large."""
     plan = Plan.load(asked.plan)
     named = Named(asked.model, asked.inputs)
-    if plan.mesh.size > MOST_RANKS:
+    if plan.devices > MOST_RANKS:
         raise BadPlan(
-            f"the plan is for {plan.mesh.size} devices, and verify starts a local process for each",
+            f"the plan is for {plan.devices} devices, and verify starts a local process for each",
             advice=f"a plan of the same model for {MOST_RANKS} or fewer",
         )
     plan.validate(named.made()[0])
@@ -52,8 +53,9 @@ def verify(asked: argparse.Namespace) -> int:
     _refuse_no_numbers(batch)
     log.info("one step on one device")
     alone = _alone(named, plan, graph, batch)
-    log.info("one step on %d local ranks", plan.mesh.size)
-    found = on_processes(plan.mesh.size, _on_rank, named, plan, batch, timeout_s=asked.timeout)[0]
+    log.info("one step on %d local ranks", plan.devices)
+    on_ranks = on_processes(plan.devices, _on_rank, named, plan, batch, timeout_s=asked.timeout)
+    found = on_ranks[0][0], {name: gradient for _, some in on_ranks for name, gradient in some.items()}
     log.info("the certificate of its program")
     near = asked.near if asked.near is not None else _NEAR[plan.precision[0] if plan.precision else _dtype(named)]
     errors = _errors(alone, found)
@@ -67,18 +69,20 @@ def verify(asked: argparse.Namespace) -> int:
     rows = sorted(errors.items(), key=lambda pair: -pair[1])[:_SHOWN]
     print("\n".join(aligned(("largest of all", "error"), [(name, f"{e:.2e}") for name, e in rows])))
     said = "computes what one device does" if is_right else "DIFFERS from one device"
-    print(f"\nthe program on mesh {plan.mesh} {said}: {len(errors)} tensors, at most {worst:.2e} of their norm off")
+    print(f"\nthe program on {mesh_of(plan)} {said}: {len(errors)} tensors, at most {worst:.2e} of their norm off")
     print(f"its certificate: {certificate}")
     return 0 if is_right else 1
 
 
 def _certificate(graph: Graph, plan: Plan) -> str:
-    """The certificate of the first device's program, as text."""
+    """The certificate of the first device's program, as text; of stages, that of each coordinate."""
+    here = (0,) * len(plan.mesh.shape)
+    places = 1 if plan.pipeline is None else plan.pipeline.coordinates
     try:
-        found = lower(graph, plan, (0,) * len(plan.mesh.shape)).certified()
+        found = dict.fromkeys(str(lower(graph, plan, here, place=place).certified()) for place in range(places))
     except NotCertified as e:
         return f"refused: {e}"
-    return str(found)
+    return "; ".join(found)
 
 
 def _refuse_no_numbers(batch: Any) -> None:
@@ -128,7 +132,11 @@ def _on_rank(rank: int, named: Named, plan: Plan, batch: Any) -> _Found:
     parallel = autopar.autoparallelize(model, batch, plan=plan)
     torch.manual_seed(1)
     loss, gradients = _step(parallel, batch, parallel)
-    return loss, gradients if rank == 0 or world_size() == 1 else {}
+    firsts = [0] if plan.pipeline is None else [plan.pipeline.ranks(r)[0] for r in range(plan.pipeline.coordinates)]
+    if rank not in firsts and world_size() > 1:
+        return loss, {}
+    sizes = {name: p.shape for name, p in parallel.named_parameters()}
+    return loss, {name: g for name, g in gradients.items() if g.shape == sizes[name]}  # far stages' are empty here
 
 
 def _dtype(named: Named) -> str:

@@ -194,7 +194,7 @@ class StepLog:
         return Reached(
             self.steps,
             values,
-            StepRates(work, plan.mesh.size, seconds),
+            StepRates(work, plan.devices, seconds),
             torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             Expected(plan.expected_s, plan.step_interval_s, plan.peak_bytes) if is_planned else None,
         )

@@ -1,7 +1,7 @@
 """Write a page about a plan: one file for a browser, without network access.
 
     page.html, page.css, page.js     the page, and what all of its script uses
-    charts.js, graph.js, tables.js   what draws its data
+    charts.js, graph.js, tables.js, stages.js   what draws its data
     uPlot.*                          the library that draws charts (MIT)
     cytoscape*                       the library that draws graphs, and its layout in layers (MIT)
 
@@ -27,6 +27,7 @@ from autopar.report.picture import alike, cuts, drawn
 from autopar.report.tiles import memory_of, subtitle_of, tiles_of
 from autopar.solver.figures import time
 from autopar.solver.plan import Beside, Plan
+from autopar.solver.staged import gantt_of
 from autopar.solver.summary import title_of, verdict
 
 __all__ = ["data_of", "html_of", "write_report"]
@@ -41,6 +42,7 @@ _FILES = {
     "/*charts.js*/": "charts.js",
     "/*graph.js*/": "graph.js",
     "/*tables.js*/": "tables.js",
+    "/*stages.js*/": "stages.js",
 }
 
 
@@ -74,6 +76,7 @@ def data_of(plan: Plan, budgets: int = 0) -> dict[str, Any]:
         "peak": {"bytes": plan.peak_bytes, "at": plan.peak_at, "kinds": dict(plan.memory)},
         "line": memory_of(plan, LIMITS.times),
         "step": step_of(plan),
+        **({} if plan.pipeline is None else {"pipeline": gantt_of(plan)}),
         "parameters": _parameters(plan),
         "places": _places(plan, groups),
         "graph": drawn(plan, groups),

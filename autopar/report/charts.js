@@ -81,7 +81,7 @@ const drawMemory = () => {
     total.textContent = size(whole[at]);
   };
 
-  const phase = (i) => (data.line.times[i] || "").split(" ")[0];
+  const phase = (i) => data.pipeline ? "" : (data.line.times[i] || "").split(" ")[0];
   const turns = times.filter((i) => i === 0 || phase(i) !== phase(i - 1));  // where forward, backward and the step begin
   const phases = (u) => {
     const y = u.bbox.top + u.bbox.height + 18 * devicePixelRatio, end = u.bbox.left + u.bbox.width;
@@ -101,7 +101,7 @@ const drawMemory = () => {
   chartIn(by("held"), 330, {
     series, padding: [8, 12, 0, 0],
     axes: [
-      axis({ splits: () => turns, values: () => [], grid: { show: false }, size: 30, label: "ops in the order in which they run" }),
+      axis({ splits: () => turns, values: () => [], grid: { show: false }, size: 30, label: data.pipeline ? "actions of the " + data.peak.at + ", in their order" : "ops in the order in which they run" }),
       roundAxis(UNITS, top, "memory of a device", 6, { size: 46 }),
     ],
     scales: { x: { time: false }, y: { range: () => [0, top] } },

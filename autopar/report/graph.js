@@ -28,7 +28,7 @@ for (const module of bySpent) {
   if (shownNodes() > 40) opened.delete(module);
 }
 const strongest = (cut) => cut.find((c) => c !== "R") || "R";
-const label = (name, cost) => name + (cost >= 0.0005 * data.step_s && cost ? "  " + percent(cost / data.step_s) : "");
+const label = (name, cost) => name + (cost >= 0.0005 * whole && cost ? "  " + percent(cost / whole) : "");
 const openAround = (k) => around[k].filter((module) => opened.has(module) && !around[k].slice(0, around[k].indexOf(module))
   .some((outer) => !opened.has(outer)));
 

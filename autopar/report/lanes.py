@@ -21,7 +21,7 @@ def step_of(plan: Plan) -> dict[str, list[Any]]:
     The kind of compute is its part of the step. Communication of a window overlaps with compute or is exposed, and is
     two events where it is both; other communication is blocking.
     """
-    events = plan.timeline().events if plan.has_space else plan.record.step()
+    events = plan.timeline().events if plan.has_space else plan.record.step()  # none of a plan in stages
     names = dict.fromkeys(event.place for event in events)
     places = {place: i for i, place in enumerate(names)}
     rows = []

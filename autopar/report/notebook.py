@@ -55,15 +55,16 @@ def _chart(plan: Plan, memory: dict[str, Any]) -> Iterator[str]:
         for kind, stack in reversed(list(zip(held, stacks, strict=True)))  # the highest first, the others before it
     ]
     lines = [_budget(plan, top)] if is_near else []
-    ways = [time.partition(" ")[0] for time in memory["times"]]
+    ways = [time.partition(" ")[0] for time in memory["times"] if plan.pipeline is None]
     turns = [
         at for at, (one, following) in enumerate(pairwise(ways), 1) if one != following and following == "backward"
     ]
+    begins = ways[0] if plan.pipeline is None else f"actions of the {plan.peak_at}"
     lines += [_turn(at / max(1, len(ways) - 1)) for at in turns]
     yield (
         f'<svg viewBox="0 0 {_CHART.width} {_y(0) + 18:.0f}" width="100%" style="display:block;margin-top:10px" '
         f'font-size="11" fill="currentColor" role="img"><title>memory over the step</title>'
-        f'{"".join(areas)}{"".join(lines)}<text x="0" y="{_y(0) + 14:.0f}">forward</text></svg>'
+        f'{"".join(areas)}{"".join(lines)}<text x="0" y="{_y(0) + 14:.0f}">{begins}</text></svg>'
     )
     key = "".join(_key(plan, memory["colors"]))
     yield f'<div style="font-size:12px;display:flex;flex-wrap:wrap;gap:2px 14px">{key}</div>'

@@ -15,6 +15,8 @@ const size = (n) => {
   return (n / scale).toFixed(unit === "B" ? 0 : 2) + " " + unit;
 };
 const percent = (share) => (100 * share).toFixed(1) + "%";
+// The seconds that the ops of a step are shares of: with stages, those of all coordinates.
+const whole = data.step_s * ((data.pipeline && data.pipeline.rows) || [1]).length;
 const made = (tag, text, kind) => {
   const element = document.createElement(tag);
   if (text !== undefined) element.textContent = text;

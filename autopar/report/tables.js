@@ -1,6 +1,6 @@
 // -- places: those that take little of the step are behind one row
 const LITTLE = 0.01;
-const total = data.step_s || 1;
+const total = whole || 1;
 const rowOf = (place, order) => {
   const row = made("tr", undefined, "place"), cost = place.seconds + place.moved;
   const name = made("td", place.name, "name");
@@ -80,7 +80,7 @@ const beside = data.beside.map(([name, step, peak, fits, why]) => {
   const ratio = step && data.step_s ? (step / data.step_s).toFixed(2) + " x as long" : "";
   return [name, step, peak, why || (fits ? ratio : "does not fit where nothing is recomputed")];
 });
-tableOf("The same model on the same mesh", beside.length ? [["this plan", data.step_s, data.peak.bytes, ""], ...beside] : []);
+tableOf(data.pipeline ? "The same model on these devices without stages" : "The same model on the same mesh", beside.length ? [["this plan", data.step_s, data.peak.bytes, ""], ...beside] : []);
 tableOf("Other meshes", data.meshes.map(([mesh, step, , peak, why]) => [mesh, step, peak, why]));
 if (!beside.length && !data.meshes.length && data.curve.length < 2)
   by("rivals").append(made("p", "None were asked for: plan.beside(), and plan.report(path, budgets=12).", "quiet"));

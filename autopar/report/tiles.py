@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from autopar.solver.figures import between, count, size, time
 from autopar.solver.plan import Beside, Plan
 from autopar.solver.record import fullest
+from autopar.solver.staged import mesh_of
 from autopar.solver.summary import batch_of, cluster_of, compute_of
 
 # Kinds of memory in colours that stand on white and on black; what is alike has one hue.
@@ -44,7 +45,7 @@ def tiles_of(plan: Plan) -> list[Tile]:
 def subtitle_of(plan: Plan) -> str:
     """The batch, the dtype of compute, the optimizer, the cluster and the mesh."""
     batch = [batch_of(plan)] if plan.workload.rows else []
-    return ", ".join([*batch, *compute_of(plan), cluster_of(plan), f"mesh {plan.mesh}"])
+    return ", ".join([*batch, *compute_of(plan), cluster_of(plan), mesh_of(plan)])
 
 
 def _speed(plan: Plan) -> Iterator[Tile]:
@@ -86,7 +87,8 @@ def _beside(plan: Plan) -> Iterator[Tile]:
     """A tile for the plan of FSDP on the same mesh, if it was asked for."""
     for rival in plan.known_beside or ():
         if rival.name == _PRESET:
-            yield Tile("FSDP on this mesh", *_of_rival(plan, rival))
+            where = "on this mesh" if plan.pipeline is None else "without stages"
+            yield Tile(f"FSDP {where}", *_of_rival(plan, rival))
 
 
 def _of_rival(plan: Plan, rival: Beside) -> tuple[str, str]:
@@ -104,7 +106,8 @@ def memory_of(plan: Plan, most: int) -> dict[str, Any]:
     Each is the fullest of equal spans. The first kind lies at the bottom of a picture. Without the space, and of a
     file without them, there are no times.
     """
-    times, held = plan.line() if plan.has_space or plan.record.times else ([], {})
+    is_known = plan.has_space or plan.record.times or plan.pipeline is not None
+    times, held = plan.line() if is_known else ([], {})
     kept = fullest(list(zip(*held.values(), strict=True)), most)
     return {
         "times": [times[t] for t in kept],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopar import __version__, codec
 from autopar.codec import UNREADABLE, Codec, Read, Write
 from autopar.kernels import NAMES
-from autopar.letters import BadPlan, Letter
+from autopar.letters import BadOrder, BadPlan, Letter
 from autopar.sharding.certainty import SPREADS
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
@@ -25,6 +25,9 @@ from autopar.solver import folding
 from autopar.solver.decision import Conversion, Decision, states_of
 from autopar.solver.record import Record, record_of
 from autopar.solver.workload import StepWork
+from autopar.stages.orders import ORDERS, Order
+from autopar.stages.pipeline import Pipeline, stage_mesh
+from autopar.stages.proof import prove
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
@@ -182,6 +185,8 @@ def refuse_contradictions(plan: Plan) -> None:
     """Raise a letter if some part of the plan contradicts its decisions, or names what nothing knows."""
     if unknown := sorted(plan.sources.keys() - SPREADS.keys()):
         raise BadPlan(f"the plan has seconds whose source is {unknown[0]}", seen=f"known: {', '.join(SPREADS)}")
+    if plan.pipeline is not None:
+        _refuse_stages(plan, plan.pipeline)
     for name, decision in plan.decisions.items():
         _refuse_decision(name, decision, plan.mesh)
     if set(plan.parameter_bytes) != {name for name, d in plan.decisions.items() if d.kind == "parameter"}:
@@ -206,6 +211,32 @@ def refuse_contradictions(plan: Plan) -> None:
             raise BadPlan(f"the plan makes {name} in passing for what is behind {op}, which is not one of its ops")
     for c in plan.conversions:
         _refuse_conversion(plan, c)
+
+
+def _refuse_stages(plan: Plan, pipeline: Pipeline) -> None:
+    """Raise a letter unless stages stand on the mesh, begin at blocks, and have an order that ends."""
+    stages = len(pipeline.place)
+    mesh = pipeline.mesh
+    if pipeline.axis not in mesh.axes or len(pipeline.orders) != pipeline.coordinates:
+        raise BadPlan(f"the plan has orders for {len(pipeline.orders)} coordinates of {pipeline.axis!r} on mesh {mesh}")
+    if str(stage_mesh(mesh, pipeline.axis)) != str(plan.mesh):
+        raise BadPlan(f"the plan is for stages on mesh {plan.mesh}, and they stand on {mesh}")
+    if pipeline.schedule not in ORDERS:
+        raise BadPlan(
+            f"the plan has an unknown order of stages, {pipeline.schedule!r}", seen=f"known: {', '.join(ORDERS)}"
+        )
+    begins = tuple(stage.blocks[:1] for stage in pipeline.stages[1:])
+    said = tuple((name,) for name in pipeline.firsts)
+    if len(said) != stages - 1 or (pipeline.stages and (begins != said or len(pipeline.stages) != stages)):
+        raise BadPlan(f"the plan places {stages} stages, and says otherwise where they begin", advice="plan again")
+    paths = {name.partition("/")[0] for name in plan.decisions}
+    for first in pipeline.firsts:
+        if not any(path == first or path.startswith(f"{first}.") for path in paths):
+            raise BadPlan(f"the plan begins a stage at {first!r}, for which it decides nothing")
+    try:
+        prove(Order.of(pipeline.place, plan.microbatches, pipeline.orders))
+    except BadOrder as e:
+        raise BadPlan(f"the plan's order of stages does not run: {e.what}", seen=e.seen, advice="plan again") from e
 
 
 def _refuse_decision(name: str, decision: Decision, mesh: DeviceMesh) -> None:

@@ -37,25 +37,24 @@ def by_block(space: Space, point: Point, units: Units) -> ByBlock:
 
 def _bytes(
     space: Space, point: Point, units: Units
-) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes by block: what stands, by kind, and then the last four of `ByBlock`.
-
-    From its second micro-batch on a stage has all of its gradients, so that these stand like parameters.
-    """
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes by block: what stands, by kind, and then the last five of `ByBlock`."""
     memory = space.memory
     assert memory is not None
     count = len(units.names)
     ops = len(memory.passages.ops)
     standing = {kind: np.zeros(count) for kind in STANDING}
     gathered = np.zeros(count)
-    there = np.zeros(memory.times + 1)  # bytes of all blocks at every time, of what is counted as standing
+    reduced = np.zeros(count)
+    there = np.zeros(memory.times + 1)  # bytes at every time that are counted by block
     for piece in memory.pieces:
         edge = space.edges[piece.place] if piece.is_edge else None
         amount = float(piece.bytes[edge.place(point.picked) if edge else point.picked[piece.place]])
         site = space.sites[edge.source if edge else piece.place].name
         is_kept = piece.kind == "gathered parameters" and piece.first < ops <= piece.last
-        if is_kept or (piece.kind in STANDING and piece.last >= 2 * ops - 1):
-            into = gathered if is_kept else standing[piece.kind]
+        is_reduced = piece.kind == "gradients" and not piece.is_edge and piece.last - piece.first < ops
+        if is_kept or is_reduced or (piece.kind in STANDING and piece.last - piece.first >= ops):
+            into = gathered if is_kept else reduced if is_reduced else standing[piece.kind]
             into[list(units.shared.get(site, (units.of.get(site, 0),)))] += amount
             there[piece.first] += amount
             there[piece.last + 1] -= amount
@@ -67,7 +66,7 @@ def _bytes(
     for unit in set(of_time.tolist()):
         own = np.flatnonzero(of_time == unit)
         busy[unit] = float(beside[[*own, *(2 * ops - 1 - own)]].max() - before[unit])
-    return standing, gathered, saved, waiting, busy
+    return standing, gathered, reduced, saved, waiting, busy
 
 
 def _saved(space: Space, point: Point, units: Units, of_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

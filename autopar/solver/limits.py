@@ -259,6 +259,9 @@ class WordLimits:
     pause: float = 1e-3  # share of a step that a file's events leave out between those of a block: a pixel of a chart
     open: float = 1e-3  # gap above which better plans may be unknown
     as_fast: float = 1e-9  # seconds by which a rival is no slower
+    stages: int = 12  # stages whose numbers of blocks are named
+    shown: int = 10  # actions at either end of an order that are named
+    actions: int = 24_000  # actions of all coordinates that a page draws: some 700 KB of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, values
-from autopar.solver import archive, summary, text
+from autopar.solver import archive, staged, summary, text
 from autopar.solver.decision import Conversion, Decision, Recomputed, Regathered, State, states_of
 from autopar.solver.lanes import Event
 from autopar.solver.profiled import StepTimeline
@@ -76,6 +76,9 @@ class SearchedSpace(Protocol):
 
     def curve(self, budgets: int | Sequence[int]) -> Curve:
         """The fastest step under each budget."""
+
+    def moved(self) -> list[tuple[int, int, float]]:
+        """The seconds of a step where a stage begins so many blocks later, by stages and by blocks."""
 
     @property
     def known_beside(self) -> tuple[Beside, ...] | None:
@@ -241,7 +244,8 @@ class Plan:
 
     def __repr__(self) -> str:
         fits = f", peak_bytes={self.peak_bytes:,}" if self.memory else ""
-        return f"Plan(mesh={self.mesh}, step_time_s={self.step_time_s:.6g}, gap={self.gap:.2%}{fits})"
+        cut = "" if self.pipeline is None else f"{len(self.pipeline.place)} stages, "
+        return f"Plan({cut}mesh={self.mesh}, step_time_s={self.step_time_s:.6g}, gap={self.gap:.2%}{fits})"
 
     def _repr_html_(self) -> str | None:
         return Plan.write_html(self) if Plan.write_html is not None else None
@@ -253,6 +257,8 @@ class Plan:
     def beside(self) -> tuple[Beside, ...]:
         """The same model on the same mesh under ddp, fsdp and megatron, whatever memory they take.
 
+        Beside a plan in stages, these are plans on all devices without stages.
+
         As `explain`, it needs the space: it is for the process that planned. `print(plan)` names them from then on.
         """
         return self._searched("beside").beside()
@@ -261,15 +267,19 @@ class Plan:
         """Text about the sites whose name begins with a pattern: their choices, conversions and best rivals.
 
         A rival is another choice, with the seconds of the best plan that has it. The space that tells them exists in
-        the process that planned, until `autoparallelize` takes the plan.
+        the process that planned, until `autoparallelize` takes the plan. "pipeline" is the stages of a plan, and what
+        it would cost to cut elsewhere.
         """
         return text.explained(self, pattern)
 
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """The times of a step by name, and the bytes that a device holds at each, by kind.
 
-        Of a plan that was read from a file, the fullest time of each of some 150 spans of the step.
+        Of a plan that was read from a file, the fullest time of each of some 150 spans of the step; of one in stages,
+        the actions of its fullest coordinate.
         """
+        if self.pipeline is not None:
+            return staged.line_of(self)
         is_in_file = not self.has_space and bool(self.record.times)
         return self.record.line() if is_in_file else self._searched("line").line()
 
@@ -287,8 +297,11 @@ class Plan:
 
         The trace has the memory of a device, too, and arrows from what moves to what reads it. Beside a
         torch.profiler.profile of a step of its program, `.save(path, profile)` has both, and
-        `.compare(profile)` the errors by kind of op. As `explain`, it needs the space.
+        `.compare(profile)` the errors by kind of op. As `explain`, it needs the space. Of a plan in stages it has a
+        pair of lanes for each coordinate, and needs none.
         """
+        if self.pipeline is not None:
+            return StepTimeline((), {}, devices=tuple(staged.devices_of(self)))
         kinds = {name: decision.op for name, decision in self.decisions.items() if decision.kind == "op"}
         kinds |= {name: summary.ITSELF for name, decision in self.decisions.items() if decision.kind == "output"}
         return StepTimeline(tuple(self._searched("timeline").events()), kinds, told_of(self))
@@ -310,6 +323,11 @@ class Plan:
         plan for one of them is looked at more closely, and may take turns that this plan does not. As `explain`, it
         needs the space.
         """
+        if self.pipeline is not None:
+            raise BadPlan(
+                "a plan in stages has no curve of budgets",
+                advice="autopar.plan(..., memory_budget=...) for each, or the curve of a plan without a pipeline",
+            )
         return self._searched("curve").curve(_budgets_of(budgets))
 
     @property

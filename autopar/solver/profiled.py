@@ -43,6 +43,8 @@ class StepTimeline:
     events: tuple[Event, ...]
     kinds: Mapping[str, str]
     told: Told = field(default_factory=Told, repr=False)
+    # Of a plan in stages, each coordinate with its events; `events` is empty.
+    devices: tuple[tuple[str, tuple[Event, ...], Told], ...] = ()
 
     def save(self, path: str | Path, profile: Any = None) -> Path:
         """Write the step as a trace, to be opened at ui.perfetto.dev or in chrome://tracing.
@@ -52,8 +54,10 @@ class StepTimeline:
         `profile` is a torch.profiler.profile of one step of this plan's program, or the events that `measured` reads in
         one: they stand beside the predicted ones.
         """
-        found = list(records(1, "predicted", self.events, self.told))
+        devices = self.devices or (("predicted", self.events, self.told),)
+        found = [record for pid, of_one in enumerate(devices, 1) for record in records(pid, *of_one)]
         if profile is not None:
+            self._refuse_stages()
             found += records(2, "measured", measured(profile), replace(self.told, times=(), held={}))
         try:
             Path(path).write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -63,6 +67,7 @@ class StepTimeline:
 
     def by_kind(self, profile: Any) -> dict[str, tuple[float, float]]:
         """(predicted, measured) seconds by kind of op; communication and its packing are one kind."""
+        self._refuse_stages()
         found: dict[str, list[float]] = {}
         for which, events in enumerate((self.events, measured(profile))):
             for event in events:
@@ -70,6 +75,13 @@ class StepTimeline:
                 if event.part != "optimizer":  # The emitted program does not include the optimizer.
                     found.setdefault(kind, [0.0, 0.0])[which] += event.seconds
         return {kind: (predicted, real) for kind, (predicted, real) in found.items()}
+
+    def _refuse_stages(self) -> None:
+        if self.devices:
+            raise BadPlan(
+                "a profile is of one rank, which runs a part of the stages of this plan",
+                advice="a plan of the same model without a pipeline",
+            )
 
     def compare(self, profile: Any) -> str:
         """A table of predicted and measured seconds by kind of op."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.graph.layers import folded, innermost_block
+from autopar.solver import staged
 from autopar.solver.lanes import Event
 from autopar.solver.limits import LIMITS
 from autopar.solver.text import rival_lines
@@ -55,19 +56,22 @@ def record_of(plan: Plan) -> Record:
     """The record of a plan whose space is there; of another, the one that it was read with."""
     if not plan.has_space or plan.search is None:
         return plan.record
-    times, held = plan.search.line()
+    is_whole = plan.pipeline is None  # `staged.py` tells the step of another by the plan alone.
+    times, held = plan.search.line() if is_whole else ([], {})
     kept = fullest(list(zip(*held.values(), strict=True)), _LIMITS.times)
-    events = list(_in_blocks(plan.search.events(), _LIMITS.pause * plan.step_time_s))
+    events = list(_in_blocks(plan.search.events(), _LIMITS.pause * plan.step_time_s)) if is_whole else []
     places = list(dict.fromkeys(event.place for event in events))
     number = dict(zip(places, itertools.count(), strict=False))
     known = plan.search.known_beside or ()
+    told = {folded(name): tuple(rival_lines(plan, name)) for name in _slowest(plan)}
+    told |= {} if is_whole else {staged.PATTERN: tuple(staged.moved_lines(plan))}
     return Record(
         tuple(times[t] for t in kept),
         {kind: tuple(np.array(nbytes, float)[kept].tolist()) for kind, nbytes in held.items()},
         tuple(places),
         tuple((number[e.place], e.lane, e.part, _short(e.begins_s), _short(e.seconds)) for e in events),
         tuple((k, _short(event.hidden_s)) for k, event in enumerate(events) if event.hidden_s is not None),
-        {folded(name): tuple(rival_lines(plan, name)) for name in _slowest(plan)},
+        told,
         tuple((r.name, None if r.why else r.step_time_s, r.peak_bytes, r.fits, r.why) for r in known),
     )
 

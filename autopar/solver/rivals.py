@@ -39,6 +39,7 @@ class PricedSpace:
         self._problem: Problem | None = None
         self.others: Callable[[], tuple[Beside, ...]] | None = None  # given by who knows presets
         self.known_beside: tuple[Beside, ...] | None = None
+        self.cuts: Callable[[], list[tuple[int, int, float]]] | None = None  # given by who cuts a plan into stages
         self._hubs: set[int] = set()  # variables that keep their choice while rivals of others are looked for
 
     @property
@@ -60,13 +61,17 @@ class PricedSpace:
 
     def let_go(self) -> None:
         """Release the space and its tables."""
-        self.counted = self._problem = self._curve = self.others = None
+        self.counted = self._problem = self._curve = self.others = self.cuts = None
 
     def beside(self) -> tuple[Beside, ...]:
         """Plans of presets on the same mesh, made when they are first asked for."""
         if self.known_beside is None:
             self.known_beside = self.others() if self.others is not None else ()
         return self.known_beside
+
+    def moved(self) -> list[tuple[int, int, float]]:
+        """The seconds of a step where a stage begins so many blocks later, by stages and by blocks."""
+        return self.cuts() if self.cuts is not None else []
 
     def curve(self, budgets: int | Sequence[int]) -> Curve:
         """The fastest step under each budget."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.sharding.certainty import FROM
+from autopar.solver import staged
 from autopar.solver.axis_use import AxisUse, short_name, use_of
 from autopar.solver.figures import between, count, size, sizes, time
 from autopar.solver.limits import LIMITS
@@ -29,7 +30,7 @@ LINES = 16
 WIDTH = 100
 _LABEL = 10
 ITSELF = "of a step itself"  # seconds beside its ops and communication, which a measured machine has
-_KEPT = ("plan", "against")  # rows that give up lines last
+_KEPT = ("plan", "pipeline", "against")  # rows that give up lines last
 _MORE = "plan.table(), plan.explain(name), plan.report(path)"
 
 
@@ -80,7 +81,7 @@ def title_of(plan: Plan) -> str:
     """The model and its devices in a few words."""
     work = plan.workload
     model = f"{work.model}, {count(work.parameters)} parameters" if work.model else "a plan"
-    return f"{model}, on {plan.mesh.size} x {_device(plan)}"
+    return f"{model}, on {plan.devices} x {_device(plan)}"
 
 
 def _device(plan: Plan) -> str:
@@ -117,7 +118,9 @@ def _what(plan: Plan) -> Iterator[_Row]:
     if work.model:
         yield _Row("model", [f"{work.model}, {count(work.parameters)} parameters", batch_of(plan), *compute_of(plan)])
     apart = "" if work.model else f", {', '.join(compute_of(plan))}"
-    yield _Row("devices", [f"{plan.mesh.size} x {_device(plan)} ({cluster_of(plan)}), mesh {plan.mesh}{apart}"])
+    yield _Row("devices", [f"{plan.devices} x {_device(plan)} ({cluster_of(plan)}), {staged.mesh_of(plan)}{apart}"])
+    if plan.pipeline is not None:
+        yield _Row("pipeline", staged.row_of(plan))
     yield _Row("plan", parts_of_verdict(plan), 4, "; ")
     if plan.recomputed:
         passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
@@ -183,13 +186,16 @@ def _room(plan: Plan) -> str:
 
 
 def parts_of_step(plan: Plan) -> dict[str, float]:
-    """The seconds of a step by what they are spent on, in words; they add up to the step's."""
+    """The seconds of a step by what they are spent on, in words; they add up to the step's.
+
+    Of a plan in stages they are the mean of all coordinates.
+    """
     of_kind = defaultdict[str, float](float)
     for d in plan.decisions.values():
         of_kind[d.kind] += d.seconds
     optimizer = of_kind.pop("parameter", 0.0)
     of_step = of_kind.pop("output", 0.0)
-    return {
+    parts = {
         "compute": sum(of_kind.values()),
         "optimizer": optimizer,
         ITSELF: of_step,
@@ -197,6 +203,9 @@ def parts_of_step(plan: Plan) -> dict[str, float]:
         "exposed communication": plan.beside_s - plan.hidden_s,
         "recompute": plan.recompute_s,
     }
+    if plan.pipeline is None:
+        return parts
+    return {what: s / plan.pipeline.coordinates for what, s in parts.items()} | staged.waits_of(plan)
 
 
 def sources_of(plan: Plan, least: float) -> str:
@@ -244,9 +253,14 @@ def _beside(plan: Plan) -> list[str]:
 def rivals_of(plan: Plan) -> tuple[str, ...]:
     """Presets that a plan is compared with: devices that cannot share rows share a sequence."""
     has_sequence = any(d.op in ATTENTIONS for d in plan.decisions.values())
-    rows = plan.workload.rows // (plan.accumulation * plan.microbatches)
-    is_short = has_sequence and rows % plan.mesh.size != 0
+    rows = plan.workload.rows // (plan.accumulation * turns_of_rivals(plan))
+    is_short = has_sequence and rows % plan.devices != 0
     return ("fsdp+cp", "megatron") if is_short else ("ddp", "fsdp", "megatron")
+
+
+def turns_of_rivals(plan: Plan) -> int:
+    """The micro-batches of plans beside this one; beside stages, those take the batch at once."""
+    return plan.microbatches if plan.pipeline is None else 1
 
 
 def _of_rival(plan: Plan, rival: Beside) -> str:
@@ -268,7 +282,8 @@ def slowest(plan: Plan) -> list[str]:
     for c in plan.conversions:
         seconds[f"{short_name(c.source)} -> {short_name(c.target)}"] += c.seconds
     found = sorted(seconds.items(), key=lambda pair: -pair[1])[: _LIMITS.slowest]
-    said = [f"{name} {s / plan.step_time_s:.0%}" for name, s in found if s] if plan.step_time_s else []
+    whole = plan.step_time_s * (plan.pipeline.coordinates if plan.pipeline is not None else 1)
+    said = [f"{name} {s / whole:.0%}" for name, s in found if s] if whole else []
     return said or ["nothing takes time"]
 
 
@@ -277,13 +292,15 @@ def slowest(plan: Plan) -> list[str]:
 
 def verdict(plan: Plan) -> str:
     """The plan in words: what each axis of the mesh cuts, axes of one role together."""
-    return "; ".join(parts_of_verdict(plan))
+    cut = [f"{staged.decided(plan.pipeline)}, {plan.microbatches} micro-batches"] if plan.pipeline is not None else []
+    return "; ".join([*cut, *parts_of_verdict(plan)])
 
 
 def parts_of_verdict(plan: Plan) -> list[str]:
     """The sentences of `verdict`."""
-    said = ["everything runs on one device"] if plan.mesh.size == 1 else _roles_in_words(plan)
-    if plan.microbatches > 1:
+    whole = "everything runs" if plan.pipeline is None else "each stage runs"
+    said = [f"{whole} on one device"] if plan.mesh.size == 1 else _roles_in_words(plan)
+    if plan.microbatches > 1 and plan.pipeline is None:
         said.append(f"the batch passes in {plan.microbatches} micro-batches")
     if plan.chunks > 1:
         said.append(f"the loss head runs in {plan.chunks} chunks of rows")
@@ -300,15 +317,20 @@ def _roles_in_words(plan: Plan) -> list[str]:
             roles[role, alone].append(axis)
     if all(role.is_idle for role, _ in roles):
         why = "" if plan.bound_of else ", as any exchange would take longer than it saves"
-        return [f"nothing is divided: each of the {plan.mesh.size} devices computes all of it{why}"]
+        return [f"nothing is divided: {_each(plan)}{why}"]
     used = [text for (role, _), axes in roles.items() if (text := _cuts_in_words(role, plan, axes))]
-    used = used or [f"each of the {plan.mesh.size} devices computes all of it"]
+    used = used or [_each(plan)]
     stored: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
     for (role, alone), axes in roles.items():
         if role.stored and not role.weights:  # Weights that are used in parts are stored so.
             stored[role.stored, role.is_regathered, alone] += axes
     kept = [_storage(plan, tenths, again, axes) for (tenths, again, _), axes in stored.items()]
     return [*used, *kept]
+
+
+def _each(plan: Plan) -> str:
+    of = "" if plan.pipeline is None else " of a stage"
+    return f"each of the {plan.mesh.size} devices{of} computes all of it"
 
 
 def _storage(plan: Plan, tenths: int, is_regathered: bool, axes: Sequence[int]) -> str:

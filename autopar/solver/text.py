@@ -21,6 +21,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.notation import public_name
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy
+from autopar.solver import staged
 from autopar.solver.decision import Conversion, Decision, Recomputed
 from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
 from autopar.solver.limits import LIMITS
@@ -64,6 +65,7 @@ def table_of(plan: Plan) -> str:
     """The table of a whole plan: its figures, then what it decides, layers that are alike in one row."""
     blocks = [
         _head(plan),
+        *([staged.table_of_stages(plan)] if plan.pipeline is not None and plan.pipeline.stages else []),
         aligned(("parameter", "stored", "bytes a device"), folded_rows(_parameter_rows(plan))),
         aligned(("op", "operands -> output", "us"), folded_rows(_op_rows(plan))),
         aligned(("conversion", "value", "forward", "backward", "us"), folded_rows(_conversion_rows(plan))),
@@ -97,16 +99,21 @@ def explained(plan: Plan, pattern: str) -> str:
     """
     if not isinstance(pattern, str) or not pattern:
         raise BadPlan(f"{pattern!r} is not the name of a place", advice="a name that plan.table() prints")
+    if pattern == staged.PATTERN and plan.pipeline is not None:
+        return staged.explained_stages(plan)
     names = _named(plan, pattern.partition(" (x")[0])
     blocks: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         blocks.setdefault(tuple(map(folded, _site_lines(plan, name))), []).append(name)
     lines = []
+    stages = staged.stages_of(plan)
     for alike in blocks.values():
         name = alike[0]
         first, *others = _site_lines(plan, name)
         count = f"    and {len(alike) - 1} layers alike" if len(alike) > 1 else ""
         lines += [first + count, *others]
+        if of := sorted({stage for one in alike for stage in stages.get(one, ())}):
+            lines.append(f"    in stage{'s' * (len(of) > 1)} {', '.join(map(str, of))}")
         known = _reasons(plan, name)
         lines += known or [
             "    (rivals are known where it was planned: plan again; a file keeps those of its slowest places)"
@@ -150,11 +157,23 @@ def difference(one: Plan, other: Plan) -> str:
     Equal layers share a line.
     """
     rows = list(_differences(one, other))
-    if not rows:
+    cut = [staged.decided(plan.pipeline) for plan in (one, other)] if _are_cut_apart(one, other) else []
+    if not rows and not cut:
         return SAME
+    same = " (in another order, or at other blocks)" if len(set(cut)) == 1 else ""
+    stages = [f"stages  {' | '.join(cut)}{same}"] if cut else []
     said = [f"{'one' if plan is one else 'other':<8}{verdict(plan)}" for plan in (one, other)]
     table = aligned(("place", "one", "other", ""), [(*row, "") for row in folded_rows(rows)])
-    return "\n".join([*_asked_apart(one, other), *said, *_told_apart(one, other), "", *table])
+    return "\n".join([*stages, *_asked_apart(one, other), *said, *_told_apart(one, other), "", *table])
+
+
+def _are_cut_apart(one: Plan, other: Plan) -> bool:
+    """Whether two plans have other stages, or run them in another order."""
+    mine = one.pipeline
+    theirs = other.pipeline
+    if mine is None or theirs is None:
+        return mine is not theirs
+    return any(getattr(mine, name) != getattr(theirs, name) for name in ("mesh", "axis", "place", "firsts", "orders"))
 
 
 def _asked_apart(one: Plan, other: Plan) -> list[str]:
@@ -279,13 +298,19 @@ def _head(plan: Plan) -> list[str]:
     within, of_budget = (" within the budget", f", of {size(plan.budget)}") if has_budget else ("", "")
     kinds = sorted(plan.memory.items(), key=lambda pair: -pair[1])
     held = ", ".join(f"{kind} {size(n)}" for kind, n in kinds if n)
-    return [
-        f"plan for {plan.mesh.size} devices, mesh {plan.mesh}, cluster {plan.cluster}{dtypes}{made}",
-        *_expected(plan),
+    step = (
         f"step      {time(plan.step_time_s)} by formulas: {parts['compute']} compute{batches}, {parts['optimizer']} "
         f"optimizer, {itself}{parts['blocking communication']} blocking communication, "
         f"{parts['exposed communication']} exposed of {time(plan.beside_s)} beside compute, "
-        f"{_recomputing(plan)}",
+        f"{_recomputing(plan)}"
+    )
+    if plan.pipeline is not None:
+        each = ", ".join(f"{s} {what}" for what, s in parts.items() if float(s.split()[0]))
+        step = f"step      {time(plan.step_time_s)} by formulas, of the mean coordinate{batches}: {each}"
+    return [
+        f"plan for {plan.devices} devices, {staged.mesh_of(plan)}, cluster {plan.cluster}{dtypes}{made}",
+        *_expected(plan),
+        step,
         f"bound     {time(plan.lower_bound_s)} at least for any plan of this model on this mesh{pinned}{within}: gap "
         f"{plan.gap:.2%}",
         f"memory    {size(plan.peak_bytes)} at the {plan.peak_at}{of_budget}: {held}",
@@ -407,6 +432,7 @@ def rival_lines(plan: Plan, name: str) -> list[str]:
     free = ", were there no budget" if plan.recomputed else ""  # states of values have no price here
     best = "the best plan with it" + (" that was found" if plan.gap > _LIMITS.open else "")
     under = " at the prices of the budget" if plan.search.is_priced else free
+    under += ", before it is cut into stages" if plan.pipeline is not None else ""
     lines = []
     for choice, more, own in _rivals(plan, name):
         slower = f"{best} takes {time(abs(more))} {'more' if more > 0 else 'less'}{under}"

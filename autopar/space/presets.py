@@ -68,6 +68,7 @@ CONTEXT = {"context": "", RING: RING, ULYSSES: ULYSSES}  # how each divides atte
 HYBRID = {"hsdp": 3, "hsdp-zero1": 1, "hsdp-zero2": 2}
 _ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron", "cp": "context"}
 _ALSO_CALLED |= {"no_shard": "dp", "shard_grad_op": "zero2", "full_shard": "zero3"}  # FSDP1's strategies
+_ALSO_CALLED["1d"] = "megatron"  # Colossal-AI's name beside 2d, 2.5d and 3d
 _ALSO_CALLED |= {"hybrid_shard": "hsdp", "hybrid_shard_zero2": "hsdp-zero2"}
 _POLICIES = {1: "; kept; end", 2: "; kept; each", 3: "; regathered; each"}  # pins of each ZeRO stage
 
@@ -154,7 +155,8 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
     if isinstance(parallel, str):
         return _named(parallel, mesh, real)
     data, tensor, context = _parts(parallel, mesh)
-    mode = tensor.get("mode", "megatron")
+    given = tensor.get("mode", "megatron")
+    mode = _ALSO_CALLED.get(given, given) if isinstance(given, str) else given
     sequence, apart = _along_the_sequence(parallel, tensor)
     if not isinstance(mode, str) or mode not in TENSOR or data.get("zero", 0) not in (0, 1, 2, 3):
         raise BadPreset(f"parallel={parallel!r}", seen=f"modes of tensor: {', '.join(TENSOR)}; zero: 0 to 3")

@@ -19,8 +19,10 @@ class StageFigures:
     inward_s: float = 0.0  # backward, to the gradients of what came in
     weights_s: float = 0.0  # the rest of backward
     transfer_s: float = 0.0  # seconds of sending on what leaves it
+    sent_bytes: int = 0  # sent by one device; none where the next stage is on the same coordinate
     standing_bytes: int = 0  # parameters, gradients, states of the optimizer
     saved_bytes: int = 0  # saved for the backward of one micro-batch
+    waiting_bytes: int = 0  # held from the inward half of backward to the rest of it
     in_flight: int = 1  # most micro-batches of which it holds something
     peak_bytes: int = 0
 

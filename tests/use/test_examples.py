@@ -88,6 +88,7 @@ def test_the_demo_is_never_silent(tmp_path):
 ON_FOUR = {  # examples that train on four processes as on one device, and what their plans say
     "experts": "expert parallel over 2 (axis model) (rows travel)",
     "long_sequences": "context parallel over 4 devices",
+    "pipelines": "2 stages of 2, 2 blocks, 1F1B, 4 micro-batches",
 }
 
 
@@ -102,7 +103,7 @@ def test_four_processes_train_as_one_device(example, tmp_path):
 
 def test_examples_are_short_and_all_are_run():
     of_ranks = ("accelerate_loop", "fabric_loop", "huggingface_trainer", "lightning_trainer", "timm_loop", "demo")
-    of_ranks = (*of_ranks, "experts", "long_sequences", "ops/train", "ops/ray_train")
+    of_ranks = (*of_ranks, "experts", "long_sequences", "pipelines", "ops/train", "ops/ray_train")
     elsewhere = {f"{name}.py" for name in of_ranks} | {"research/dump_space.py", "research/solve_space.py"}
     there = {str(p.relative_to(HERE / "examples")) for p in (HERE / "examples").rglob("*.py")}
     assert there == elsewhere | {name.partition(" ")[0] for name in SMALL}

@@ -60,6 +60,14 @@ class Exported:
         styles, tables = _styles(plan, kinds)
         return Exported(plan, kinds, styles, tables, _blocks(plan))
 
+    def refuse_stages(self, target: str) -> None:
+        """Raise a letter about a plan in stages, for a target that has none."""
+        if self.plan.pipeline is not None:
+            raise BadPlan(
+                f"{target} has no pipelines, and the plan has {len(self.plan.pipeline.place)} stages",
+                advice="a plan without a pipeline, or autopar export --to torchtitan",
+            )
+
     def degree(self, kind: str) -> int:
         """Number of devices along the axes of a kind."""
         found = 1

@@ -40,6 +40,7 @@ def saving(saved):
 
 def fsdp2(told: Exported) -> Written:
     """A Python file with `parallelize(model)`."""
+    told.refuse_stages("fully_shard")
     again = Remade.of(told.plan)
     remade = again.patterns(told.plan)
     is_selective = any(remade.values())

@@ -14,6 +14,7 @@ _FLAGS = {"bfloat16": "bf16", "float16": "fp16"}  # dtypes as transformers' Trai
 
 def hf(told: Exported) -> Written:
     """JSON with `tp_size`, `tp_plan` and `training_arguments`."""
+    told.refuse_stages("DistributedConfig")
     plan = {name: _style(name, style, told) for name, style in sorted(told.styles.items())}
     said = {"tp_size": told.degree("tensor"), "tp_plan": plan, "training_arguments": _arguments(told)}
     return Written(json.dumps(said, indent=2) + "\n", tuple(_unsaid(told)))

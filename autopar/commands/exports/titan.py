@@ -14,6 +14,14 @@ from autopar.solver.plan import Plan
 
 _PARAMETER_DTYPES = ("bfloat16", "float32")
 _REDUCED = "float32"
+# The schedules of torch that have the names of plans' orders; the others run as 1F1B there.
+_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
 
 _HEAD = '''"""Written by `autopar export --to torchtitan`, for torchtitan 0.3: a plan for {devices} devices.
 
@@ -40,7 +48,7 @@ def torchtitan(told: Exported) -> Written:
         "from torchtitan.trainer import Trainer",
     ]
     head = _HEAD.format(
-        devices=told.plan.mesh.size,
+        devices=told.plan.devices,
         model=told.plan.workload.model or "a model",
         imports="\n".join(imports),
     )
@@ -89,14 +97,19 @@ def _settings(told: Exported) -> dict[str, dict[str, object]]:
         "data_parallel_shard_degree": told.degree("shard"),
         "fsdp_reshard_after_forward": "always" if told.is_regathered else "never",
         "tensor_parallel_degree": told.degree("tensor"),
-        "pipeline_parallel_degree": 1,
+        "pipeline_parallel_degree": 1 if plan.pipeline is None else plan.pipeline.coordinates,
         "context_parallel_degree": 1,
         "expert_parallel_degree": 1,
     }
     training: dict[str, object] = {}
+    turns = 1  # Only pipelines part torchtitan's local batch; other micro-batches make up a global one.
+    if plan.pipeline is not None:
+        turns = plan.microbatches
+        parallelism["pipeline_parallel_schedule"] = _SCHEDULES.get(plan.pipeline.schedule, "1F1B")
+        parallelism["pipeline_parallel_microbatch_size"] = max(1, told.local_rows)
     if told.local_rows:
         batch = told.local_rows * told.degree("replicate") * told.degree("shard")
-        training["local_batch_size"] = told.local_rows
+        training["local_batch_size"] = told.local_rows * turns
         training["global_batch_size"] = batch * plan.microbatches * plan.accumulation
     if plan.workload.tokens and plan.workload.rows:
         training["seq_len"] = plan.workload.tokens // plan.workload.rows
@@ -127,6 +140,11 @@ def _unsaid(told: Exported) -> Iterator[Unsaid]:
     plan = told.plan
     named = plan.workload.model or "a model"
     yield Unsaid(f"the model: {named}, of {sum(plan.parameter_bytes.values()):,} bytes of parameters", 0.0)
+    if plan.pipeline is not None:
+        firsts = ", ".join(plan.pipeline.firsts)
+        yield Unsaid(f"stages that begin at {firsts}: torchtitan finds the layers of its own model's stages", 0.0)
+        if plan.pipeline.schedule not in _SCHEDULES:
+            yield Unsaid(f"the order of stages, {plan.pipeline.schedule}: 1F1B there", 0.0)
     yield from told.reshard_unsaid()
     if _policy(plan) == "FullAC":
         yield from told.recompute_unsaid(Remade.in_blocks(plan))
