@@ -301,9 +301,9 @@ def _memory(
         kinds = {kind: sum(float(of[a:z].sum()) for a, z in own) for kind, of in stands.items()}
         travels = sum(borders[a - 1] for a, _ in own if a) + sum(borders[z - 1] for _, z in own if z < len(found.names))
         turns = held[at] + max(0.0, *(found.runs(a, z) for a, z in own)) + travels
-        reduced = sum(float(found.reduced[a:z].sum()) for a, z in own)
-        if reduced > turns:  # gradients of all micro-batches are reduced when nothing is in flight
-            by_kind[at] = {**kinds, "gradients": kinds["gradients"] + reduced}
+        after = float(np.sum([found.after[:, a:z].sum(1) for a, z in own], axis=0).max())
+        if after > sum(kinds.values()) + turns:  # nothing is in flight when parameters are stepped
+            by_kind[at] = {**kinds, "step temporaries": after - sum(kinds.values())}
         else:
             by_kind[at] = {**kinds, "saved activations": held[at], "transients": turns - held[at]}
     most = {at: round(sum(kinds.values())) for at, kinds in by_kind.items()}

@@ -43,21 +43,28 @@ def _bytes(
     assert memory is not None
     count = len(units.names)
     ops = len(memory.passages.ops)
+    settled = 2 * ops - 1  # time of the last backward, when sums of gradients are reduced
     standing = {kind: np.zeros(count) for kind in STANDING}
     gathered = np.zeros(count)
-    reduced = np.zeros(count)
+    after = np.zeros((memory.times - settled + 1, count))
     there = np.zeros(memory.times + 1)  # bytes at every time that are counted by block
     for piece in memory.pieces:
         edge = space.edges[piece.place] if piece.is_edge else None
         amount = float(piece.bytes[edge.place(point.picked) if edge else point.picked[piece.place]])
-        site = space.sites[edge.source if edge else piece.place].name
+        is_long = piece.last - piece.first >= ops
         is_kept = piece.kind == "gathered parameters" and piece.first < ops <= piece.last
-        is_reduced = piece.kind == "gradients" and not piece.is_edge and piece.last - piece.first < ops
-        if is_kept or is_reduced or (piece.kind in STANDING and piece.last - piece.first >= ops):
-            into = gathered if is_kept else reduced if is_reduced else standing[piece.kind]
-            into[list(units.shared.get(site, (units.of.get(site, 0),)))] += amount
-            there[piece.first] += amount
-            there[piece.last + 1] -= amount
+        is_standing = is_kept or (piece.kind in STANDING and is_long)
+        if not is_standing and piece.last < settled:
+            continue
+        site = space.sites[edge.source if edge else piece.place].name
+        blocks = list(units.shared.get(site, (units.of.get(site, 0),)))
+        if is_standing:
+            (gathered if is_kept else standing[piece.kind])[blocks] += amount
+        if piece.last >= settled:
+            after[max(piece.first - settled, 0), blocks] += amount
+            after[piece.last - settled + 1, blocks] -= amount
+        there[piece.first] += amount
+        there[piece.last + 1] -= amount
     of_time = np.array([units.of.get(space.sites[op.site].name, 0) for op in memory.passages.ops], int)
     saved, waiting = _saved(space, point, units, of_time)
     beside = point.held[: 2 * ops] - np.cumsum(there)[: 2 * ops]
@@ -66,7 +73,7 @@ def _bytes(
     for unit in set(of_time.tolist()):
         own = np.flatnonzero(of_time == unit)
         busy[unit] = float(beside[[*own, *(2 * ops - 1 - own)]].max() - before[unit])
-    return standing, gathered, reduced, saved, waiting, busy
+    return standing, gathered, np.cumsum(after, axis=0)[:-1], saved, waiting, busy
 
 
 def _saved(space: Space, point: Point, units: Units, of_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -31,7 +31,7 @@ class ByBlock:
     once: np.ndarray  # seconds that come once a step: the optimizer's
     standing: Mapping[str, np.ndarray]  # bytes that are there all the time, by kind
     gathered: np.ndarray  # bytes of gathered parameters that are kept from forward to backward
-    reduced: np.ndarray  # bytes of gradients that exist once those of all micro-batches are reduced
+    after: np.ndarray  # bytes by block and by time from the reduction of gradients on
     saved: np.ndarray  # bytes of a micro-batch that backward needs
     waiting: np.ndarray  # bytes of a micro-batch that wait for the gradients of parameters alone
     busy: np.ndarray  # most bytes while a block runs, beside what stands and what blocks before it have saved

@@ -143,10 +143,23 @@ def units_of(graph: Graph) -> Units:
         last[node] = max(last.get(node, 0), reader)
     crossing = tuple((n.name, unit[n], last[n]) for n in nodes if n in last and last[n] > unit[n])
     parameters = [n for n in nodes if info(n).kind == "parameter"]
-    of_parameters = {info(n).key: tuple(sorted({unit[u] for u in n.users})) for n in parameters}
+    of_parameters = {info(n).key: tuple(sorted(_blocks_that_read(n, labels.stage))) for n in parameters}
     shared = {name: blocks for name, blocks in of_parameters.items() if len(blocks) > 1}
     trained = [unit[n] for n in parameters if _wants_gradient(n)]
     return Units(names, {info(n).key: unit[n] for n in nodes}, share, crossing, min(trained, default=0), shared)
+
+
+def _blocks_that_read(parameter: fx.Node, block: Mapping[fx.Node, int]) -> set[int]:
+    """The blocks that read a parameter, or what ops in no block make of it."""
+    found = set[int]()
+    pending = list(parameter.users)
+    while pending:
+        node = pending.pop()
+        if node in block:
+            found.add(block[node])
+        else:
+            pending += node.users
+    return found
 
 
 def _of_parameters_alone(nodes: Sequence[fx.Node]) -> set[fx.Node]:
