@@ -32,7 +32,7 @@ from autopar.module import How, ParallelModule, Source, parallelise
 from autopar.module.attributes import reads_of
 from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.reads import Reads
-from autopar.module.stages_of_job import Ground, StagesOfJob
+from autopar.module.stages_of_job import Ground
 from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
 from autopar.progress import shown, tell
@@ -249,8 +249,8 @@ def autoparallelize(
     source = Source(sync, init, weights)
     replan = _Replan(request, plans)
     with as_long_as_a_start():  # Other ranks may still lower when this one asks for the first values.
-        stages = StagesOfJob.of(lowered, ground.meshes, device, timeout_s) if ground.meshes else None
-        return parallelise(model, call, lowered, ground.mesh, replan, source, how, asked.reads, stages)
+        ground = ground.with_stages(lowered, device, timeout_s)
+        return parallelise(model, call, lowered, ground, replan, source, how, asked.reads)
 
 
 @dataclass(frozen=True, slots=True)

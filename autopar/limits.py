@@ -24,6 +24,11 @@ class Limits:
         0.1  # share of a step that waits for communication above which fewer micro-batches are tried. Chosen.
     )
     batch_gain: float = 0.01  # gain in rows a second for which a batch is made larger. Chosen.
+    # Shares of what a plan saves for backward that are tried for stages under a budget. Chosen.
+    tighter: tuple[float, ...] = (1.0, 0.5, 0.25, 0.12, 0.0)
+    # Micro-batches for each coordinate of stages that are tried where no number is asked for; meshes are searched with
+    # the first of them. Chosen.
+    fills: tuple[int, ...] = (2, 4)
     devices: int = 4096  # devices up to which an estimate looks for a number that holds a step. Chosen.
 
 

@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, rows_of_batch, type_of
 from autopar.letters import Infeasible, Letter, NotServed
+from autopar.limits import LIMITS
 from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import local_shape
@@ -34,8 +35,6 @@ from autopar.stages.pipeline import FORWARD, Pipeline, StageFigures, forward_ord
 from autopar.stages.search import Atoms, Block, Choice, best_cuts
 from autopar.stages.simulate import simulated
 
-_TIGHTER = (1.0, 0.5, 0.25, 0.12, 0.0)  # shares of what a plan saves for backward that are tried under a budget
-_FILLS = (1, 2, 4)  # micro-batches a coordinate that are tried where no number is asked for
 _SEVERAL = ("interleaved", "zb-v", "dualpipe-v", "greedy")  # orders that have several stages on a coordinate
 
 
@@ -79,8 +78,9 @@ def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Callable[[R
     plans: list[Plan] = []
     letter: Letter | None = None
     for turns in _numbers_of_turns(graph, request, int(asked.size)):
+        mesh = plans[0].mesh if plans else request.mesh  # meshes are searched with one number of them
         try:
-            plans.append(_in_turns(graph, replace(request, microbatches=turns), asked, inside))
+            plans.append(_in_turns(graph, replace(request, microbatches=turns, mesh=mesh), asked, inside))
         except (Infeasible, NotServed) as e:
             letter = letter or e
     if plans:
@@ -95,7 +95,7 @@ def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> list[int]:
         return [int(request.microbatches)]
     rows = rows_of_batch(graph)
     fits = [n for n in range(1, rows + 1) if rows % n == 0]
-    return sorted({min(fits, key=lambda n: abs(math.log(n / (stages * fill)))) for fill in _FILLS})
+    return list(dict.fromkeys(min(fits, key=lambda n: abs(math.log(n / (stages * fill)))) for fill in LIMITS.fills))
 
 
 def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
@@ -107,7 +107,7 @@ def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Re
     letter: Infeasible | None = None
     saved = plan.memory.get("saved activations", 0)
     peak = plan.peak_bytes
-    for share in _TIGHTER:
+    for share in LIMITS.tighter:
         try:
             if share < 1.0:
                 plan = inside(replace(freer, memory_budget=peak - round((1 - share) * saved)))
@@ -236,15 +236,17 @@ def _moved(found: ByBlock, atoms: Atoms, order: Order, cut: Sequence[int], room:
     """Seconds of the step with each stage but the first begun a block later or earlier, in the same order."""
     rows = []
     for stage, by in ((stage, by) for stage in range(1, len(cut)) for by in (-1, 1)):
-        other = [n + by * ((k == stage - 1) - (k == stage)) for k, n in enumerate(cut)]
+        other = list(cut)
+        other[stage - 1] += by
+        other[stage] -= by
         if min(other) < 1:
             continue
         prices, blocks = atoms.prices(other)
         held = order.most_held([block.saved for block in blocks], [block.kept for block in blocks])
-        stands = [
-            sum(b.standing for b, at in zip(blocks, order.place, strict=True) if at == r) for r in range(len(held))
-        ]
-        fits = max(map(operator.add, held, stands)) <= room
+        bytes_ = list(held)
+        for block, at in zip(blocks, order.place, strict=True):
+            bytes_[at] += block.standing
+        fits = max(bytes_) <= room
         ends = list(pairwise(accumulate(other, initial=0)))
         seconds = simulated(order, prices).seconds + _once(found, ends, order.place)
         rows.append((stage, by, seconds if fits else math.inf))
@@ -298,10 +300,11 @@ def _memory(
     by_kind: dict[int, dict[str, float]] = {}
     for at in sorted(set(place)):
         own = [blocks for blocks, of in zip(ends, place, strict=True) if of == at]
-        kinds = {kind: sum(float(of[a:z].sum()) for a, z in own) for kind, of in stands.items()}
+        blocks = [unit for a, z in own for unit in range(a, z)]
+        kinds = {kind: float(of[blocks].sum()) for kind, of in stands.items()}
         travels = sum(borders[a - 1] for a, _ in own if a) + sum(borders[z - 1] for _, z in own if z < len(found.names))
         turns = held[at] + max(0.0, *(found.runs(a, z) for a, z in own)) + travels
-        after = float(np.sum([found.after[:, a:z].sum(1) for a, z in own], axis=0).max())
+        after = float(found.after[:, blocks].sum(1).max())
         if after > sum(kinds.values()) + turns:  # nothing is in flight when parameters are stepped
             by_kind[at] = {**kinds, "step temporaries": after - sum(kinds.values())}
         else:

@@ -184,8 +184,8 @@ def _scales(
 
 def _gradients(joint: Any, interface: Interface, given: Sequence[Any], found: Certificate) -> None:
     """Type the backward, and the two graphs that replace it where micro-batches accumulate gradients."""
-    names = [n.name for n in joint.forward.find_nodes(op="placeholder")]
-    ends = [(interface.gradients.get(primal), f"the gradient of {names[primal]}") for primal in joint.gradients]
+    names = [f"the gradient of {n.name}" for n in joint.forward.find_nodes(op="placeholder")]
+    ends = [(interface.gradients.get(primal), names[primal]) for primal in joint.gradients]
     backward = _Walk(joint.backward, interface, found)
     backward.run(given)
     for i, (sharding, what) in enumerate(ends):
@@ -196,20 +196,18 @@ def _gradients(joint: Any, interface: Interface, given: Sequence[Any], found: Ce
         return
     hold = _Walk(joint.hold, interface, found)
     held = hold.run(given)
-    for i in set(range(len(ends))) - set(joint.waits):
-        if joint.gradients[i] in interface.gradients:
-            hold.end(i, *ends[i])
+    of_inputs = [i for i in range(len(ends)) if i not in joint.waits]
+    wanted = [(place, i) for place, i in enumerate(of_inputs) if joint.gradients[i] in interface.gradients]
+    for _, i in wanted:
+        hold.end(i, *ends[i])
     _settled(joint, interface, [held[i] for i in joint.waits], ends, found)
     if joint.parts is None:
         return
     inward = _Walk(joint.parts.inward, interface, found)
-    made = inward.run(given)
-    of_inputs = [i for i in range(len(ends)) if i not in joint.waits]
-    for place, i in enumerate(of_inputs):
-        if joint.gradients[i] in interface.gradients:
-            inward.end(place, *ends[i])
-    held = _Walk(joint.parts.weights, interface, found).run(made[len(of_inputs) :])
-    _settled(joint, interface, held, ends, found)
+    context = inward.run(given)[len(of_inputs) :]
+    for place, i in wanted:
+        inward.end(place, *ends[i])
+    _settled(joint, interface, _Walk(joint.parts.weights, interface, found).run(context), ends, found)
 
 
 def _settled(joint: Any, interface: Interface, held: Sequence[Any], ends: Sequence[Any], found: Certificate) -> None:

@@ -12,7 +12,7 @@ Nothing here knows the rank's process groups: a collective names its mesh axis, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,17 @@ LOWERED = Lowerings(most=64)
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What the turns of a program share: nodes that run once before the first, and whether backward is in two parts."""
+
+    once: frozenset[str] = frozenset()  # names of nodes of the local program
+    in_parts: bool = False
+
+
+ALONE = Turn()
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """Decisions of a plan beside its choices: how parameters are gathered and reduced, and what is recomputed."""
 
@@ -65,14 +76,13 @@ class States:
     scattered: frozenset[str]
     reads: Mapping[str, Read]
     recomputed: Recomputed
-    once: frozenset[str]  # nodes of the local program that run once, before the first turn
-    in_parts: bool = False  # whether backward runs in two parts
+    turn: Turn = ALONE
 
     @property
     def key(self) -> Hashable:
         """A key that is equal for equal states."""
         states = self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed.key
-        return *states, self.once, self.in_parts
+        return *states, self.turn
 
 
 def lower_jointly(
@@ -83,17 +93,15 @@ def lower_jointly(
     reads: Mapping[str, Read] | None = None,
     recomputed: Recomputed = NOTHING,
     device: str = "cpu",
-    once: Collection[str] = (),
-    in_parts: bool = False,
+    turn: Turn = ALONE,
 ) -> Joint:
     """Trace a program with its gradients, rewrite it, split it into halves and schedule their collectives.
 
     Equal programs are lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch;
     `reads` says where each parameter is first read; what is `recomputed` is not saved, and backward makes it again.
-    The nodes named in `once` run before the first turn, in a graph of their own. With `in_parts`, backward of a
-    micro-batch is there as two graphs, too.
+    The nodes that run once before the first turn get a graph of their own, as do the two parts of backward.
     """
-    states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed, frozenset(once), in_parts)
+    states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed, turn)
     key = (program.fingerprint, tuple(differentiable), states.key, device, regrouped(program))
     with TRACING:
         return LOWERED.get(key, lambda: _lower(program, differentiable, states, device))
@@ -112,11 +120,11 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     joint.alone = {primal for primal, read in at.items() if read.is_alone}
     joint.reduced_at_once = {primal for name, primal in primals.items() if name in states.scattered}
     joint.ways = {primal: _way_from(program.fx, place) for place, primal in enumerate(joint.primals)}
-    passes = [one for one in joint_passes.PASSES if states.in_parts or one is not part_convolutions]
+    passes = [one for one in joint_passes.PASSES if states.turn.in_parts or one is not part_convolutions]
     run_passes("joint graph", passes, joint, joint_graph.verify, JointGraph.text)
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
-    halves = split(joint, regathered, states.recomputed, states.once)
-    if states.in_parts:
+    halves = split(joint, regathered, states.recomputed, states.turn.once)
+    if states.turn.in_parts:
         halves = replace(halves, parts=in_two_parts(halves))
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
     _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, program)

@@ -17,7 +17,7 @@ from autopar.codegen.exchanges import check_exchanges
 from autopar.codegen.half import Read
 from autopar.codegen.halves import Joint
 from autopar.codegen.inner_shapes import InnerShapes
-from autopar.codegen.joint import lower_jointly
+from autopar.codegen.joint import Turn, lower_jointly
 from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
@@ -162,16 +162,7 @@ def _lowered(
         program = replace(program, fused=fused)
     run_passes("local graph", local_passes.PASSES, program, local_passes.verify)
     reads = reads_of_parameters(graph, plan.window_bytes)
-    if changed := [name for kind, name in graph.updates if kind == "input"]:
-        raise NotServed(
-            f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are",
-            advice="a copy: x = x.clone()",
-        )
-    if wants := [info(n).key for n in graph.nodes if info(n).kind == "buffer" and type_of(n).requires_grad]:
-        raise NotServed(
-            f"the buffer {wants[0]} wants a gradient, and only parameters and inputs receive one",
-            advice="a parameter, or an input of forward",
-        )
+    _refuse_unserved(graph)
     differentiable = graph.differentiable if gradients else ()
     regathered = [name for name in plan.regathered if name in reads and not reads[name].stays]
     recomputed = recomputed_of(graph, plan, program, device)
@@ -186,7 +177,8 @@ def _lowered(
     if graph.turns == 1 and plan.pipeline is None:
         return Lowered(graph, plan, program, lowering(program, differentiable), rows)
     parts = in_parts(program, graph, plan.regathered)
-    lowering = functools.partial(lowering, once=parts.once)
+    in_turn = Turn(parts.once)
+    lowering = functools.partial(lowering, turn=in_turn)
     crossings = Crossings(plan, plan.mesh, coordinate)
     ending = lowered_ending(parts, crossings.local_type, device, gradients)
     if plan.pipeline is None:
@@ -195,9 +187,24 @@ def _lowered(
     staged = in_stages(parts, plan.pipeline, crossings, place)
     stages = []
     for of in staged.programs:
-        joint = lowering(of.program, of.ends if gradients else (), in_parts=plan.pipeline.is_parted(of.stage))
+        of_stage = replace(in_turn, in_parts=plan.pipeline.is_parted(of.stage))
+        joint = lowering(of.program, of.ends if gradients else (), turn=of_stage)
         stages.append(LoweredStage(of, joint, ending if of.is_last else None))
     return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, None, tuple(stages), staged)
+
+
+def _refuse_unserved(graph: Graph) -> None:
+    """Raise where the model writes to an input, or a buffer wants a gradient."""
+    if changed := [name for kind, name in graph.updates if kind == "input"]:
+        raise NotServed(
+            f"the model writes to its input {', '.join(changed)}, and a parallel model leaves its inputs as they are",
+            advice="a copy: x = x.clone()",
+        )
+    if wants := [info(n).key for n in graph.nodes if info(n).kind == "buffer" and type_of(n).requires_grad]:
+        raise NotServed(
+            f"the buffer {wants[0]} wants a gradient, and only parameters and inputs receive one",
+            advice="a parameter, or an input of forward",
+        )
 
 
 def _interface(

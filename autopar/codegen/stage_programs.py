@@ -109,13 +109,7 @@ def in_stages(parts: InParts, pipeline: Pipeline, crossings: Crossings, place: i
     last = labels.stages - 1
     nodes = [n for n in turn.fx.nodes if n.op == "call_function"]
     held = [_held(nodes, labels, stage, ends if stage == last else ()) for stage in range(labels.stages)]
-    readers: dict[fx.Node, list[int]] = {}
-    for stage, own in enumerate(held):
-        reads = dict.fromkeys(a for n in nodes if n in own for a in n.all_input_nodes)
-        reads |= dict.fromkeys(ends) if stage == last else {}
-        for node in reads:
-            if node.op == "call_function" and node not in own:
-                readers.setdefault(node, []).append(stage)
+    readers = _readers(nodes, held, ends)
     found = tuple(crossings.between(n, labels.stage[n], readers[n]) for n in nodes if n in readers)
     made = []
     for stage in pipeline.at(place):
@@ -124,13 +118,31 @@ def in_stages(parts: InParts, pipeline: Pipeline, crossings: Crossings, place: i
         is_last = stage == last
         program = _program(turn, held[stage], arrives, leaves, ends if is_last else ())
         made.append(StageProgram(stage, program, arrives, leaves, len(leaves) + parts.seed if is_last else None))
-    parameters = [n for n in turn.fx.find_nodes(op="placeholder") if info(n).kind == "parameter"]
-    of_parameters: dict[str, tuple[int, ...]] = {info(n).key: () for n in parameters}
+    return StagedProgram(tuple(made), found, _readers_of_parameters(turn, held), _trained(ends))
+
+
+def _readers(
+    nodes: Sequence[fx.Node], held: Sequence[set[fx.Node]], ends: Sequence[fx.Node]
+) -> dict[fx.Node, list[int]]:
+    """The stages that read each value which another one makes; the last reads all ends."""
+    readers: dict[fx.Node, list[int]] = {}
+    for stage, own in enumerate(held):
+        reads = dict.fromkeys(a for n in nodes if n in own for a in n.all_input_nodes)
+        reads |= dict.fromkeys(ends) if stage == len(held) - 1 else {}
+        for node in reads:
+            if node.op == "call_function" and node not in own:
+                readers.setdefault(node, []).append(stage)
+    return readers
+
+
+def _readers_of_parameters(turn: LocalProgram, held: Sequence[set[fx.Node]]) -> dict[str, tuple[int, ...]]:
+    parameters = _of_kind(turn.fx.find_nodes(op="placeholder"), "parameter")
+    found: dict[str, tuple[int, ...]] = {info(n).key: () for n in parameters}
     for stage, own in enumerate(held):
         for node in parameters:
             if not own.isdisjoint(node.users):
-                of_parameters[info(node).key] += (stage,)
-    return StagedProgram(tuple(made), found, of_parameters, _trained(ends))
+                found[info(node).key] += (stage,)
+    return found
 
 
 def _trained(ends: Sequence[fx.Node]) -> frozenset[str]:

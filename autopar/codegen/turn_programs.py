@@ -63,7 +63,7 @@ class InParts:
     def seed(self) -> int:
         """Index of the result of a turn from which backward starts."""
         first = len(self.turn.fx.output_node().args[0]) - len(self.crossing)
-        return first + next(i for i, node in enumerate(self.crossing) if info(node).outputs[0].requires_grad)
+        return first + next((i for i, node in enumerate(self.crossing) if info(node).outputs[0].requires_grad), 0)
 
 
 def in_parts(program: LocalProgram, graph: Graph, regathered: Collection[str]) -> InParts:

@@ -100,7 +100,7 @@ def _is_cut(parameter: DTensor) -> bool:
 
 
 def _can_be_flattened(parameter: DTensor) -> bool:
-    """Whether each rank's part is one run of the flattened parameter: no strided or uneven shard, and one stage."""
+    """Whether each rank's part is one run of the flattened parameter: of one stage, not strided or uneven."""
     if far_of(parameter) is not None:
         return False
     sizes = list(parameter.shape)

@@ -22,7 +22,7 @@ from autopar.module.padding import Padding
 from autopar.module.parallel import ParallelModule
 from autopar.module.reads import Reads
 from autopar.module.runner import How, Setup
-from autopar.module.stages_of_job import StagesOfJob
+from autopar.module.stages_of_job import Ground
 from autopar.module.state import ModelState, Replan
 from autopar.module.values import Source, store
 from autopar.module.waiting import let_optimizers_know
@@ -40,15 +40,16 @@ def parallelise(
     model: M,
     call: Call,
     lowered: Lowered,
-    mesh: Any,
+    ground: Ground,
     replan: Replan,
     source: Source,
     how: How,
     read: Reads | None,
-    stages: StagesOfJob | None = None,
 ) -> M:
     """Make `model` parallel in place: its class gains `ParallelModule`, parameters become local shards."""
     _check_names(model)
+    mesh = ground.mesh
+    stages = ground.stages
     is_cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
     old = list(model.parameters())

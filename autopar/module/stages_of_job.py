@@ -7,7 +7,7 @@ read it from there. One that stages at several coordinates read lies on the mesh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.codegen.lower import Lowered
@@ -85,6 +85,13 @@ class Ground:
     coordinate: Sequence[int]
     place: int = 0
     meshes: tuple[Any, ...] = ()  # the mesh of each coordinate on the axis of stages
+    stages: StagesOfJob | None = None
+
+    def with_stages(self, lowered: Lowered, device_type: str, timeout_s: float) -> Ground:
+        """The ground with what a lowered program's stages share, where it has any; all ranks make it together."""
+        if not self.meshes:
+            return self
+        return replace(self, stages=StagesOfJob.of(lowered, self.meshes, device_type, timeout_s))
 
     @staticmethod
     def of(plan: Plan, device_type: str) -> Ground:

@@ -123,7 +123,7 @@ class InTurns(Runner):
     def _scaled(
         self, given: list[Tensor | None], arrived: tuple[bool, ...], has: Sequence[bool], waits: bool
     ) -> list[Tensor | None]:
-        """What turns have added up, where they have anything, times the gradient of the ending's operand."""
+        """The sums of turns, where there is one, times the gradient of the ending's operand."""
         saved = len(list(self.ending.joint.forward.output_node().args[0])) - self.ending.joint.outputs
         held = given[saved : saved + sum(has)]
         first = [*given[:saved], *given[saved + sum(has) :]]

@@ -26,7 +26,7 @@ from autopar.solver.decision import Conversion, Decision, states_of
 from autopar.solver.record import Record, record_of
 from autopar.solver.workload import StepWork
 from autopar.stages.orders import ORDERS, Order
-from autopar.stages.pipeline import Pipeline, stage_mesh
+from autopar.stages.pipeline import FORWARD, Pipeline, stage_mesh
 from autopar.stages.proof import prove
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _refuse_stages(plan: Plan, pipeline: Pipeline) -> None:
         raise BadPlan(f"the plan has orders for {len(pipeline.orders)} coordinates of {pipeline.axis!r} on mesh {mesh}")
     if str(stage_mesh(mesh, pipeline.axis)) != str(plan.mesh):
         raise BadPlan(f"the plan is for stages on mesh {plan.mesh}, and they stand on {mesh}")
-    if pipeline.schedule not in ORDERS:
+    if pipeline.schedule not in (*ORDERS, FORWARD):
         raise BadPlan(
             f"the plan has an unknown order of stages, {pipeline.schedule!r}", seen=f"known: {', '.join(ORDERS)}"
         )
