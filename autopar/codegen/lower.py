@@ -76,20 +76,21 @@ class Lowered:
         ran = (text for joint in self.joints for text in joint.collectives + joint.collectives_of_waiting)
         return (*ran, *ending)
 
-    def certified(self) -> list[Certificate]:
-        """Certificates that programs lead from stored shardings to those due for results, or a letter."""
+    def certified(self) -> Certificate:
+        """Certificate that programs lead from stored shardings to those due for results; raises if one does not."""
         last = () if self.ending is None else (self.ending.program,)
         ending = None if self.ending is None else (self.ending.joint, self.ending.program.outputs)
         if not self.stages:
-            return [certify(self.joint, _interface(self.graph, self.plan, (self.program, *last), self.rows), ending)]
-        return [
-            certify(
-                stage.joint,
-                _interface(self.graph, self.plan, (stage.of.program, *last), self.rows, stage.of),
-                ending if stage.ending is not None else None,
-            )
-            for stage in self.stages
-        ]
+            return certify(self.joint, _interface(self.graph, self.plan, (self.program, *last), self.rows), ending)
+        whole = Certificate()
+        for stage in self.stages:
+            programs = (stage.of.program, *last)
+            interface = _interface(self.graph, self.plan, programs, self.rows, stage.of)
+            found = certify(stage.joint, interface, ending if stage.ending is not None else None)
+            for count in ("values", "open", "ends", "open_ends"):
+                setattr(whole, count, getattr(whole, count) + getattr(found, count))
+            whole.opened_by.update(found.opened_by)
+        return whole
 
     @property
     def code(self) -> str:
@@ -130,12 +131,11 @@ def lower(
     found = lowered.certified()
     for joint in (*lowered.joints, lowered.ending.joint) if lowered.ending else lowered.joints:
         check_exchanges(graph, plan, joint.sent)
-    untyped = "; ".join(each.left_open for each in found if each.left_open)
-    if not untyped:
+    if not found.left_open:
         return lowered
     if not any(coordinate):
-        (caution if any(each.open_ends for each in found) else detail)("%s", untyped)
-    return replace(lowered, plan=replace(plan, untyped=untyped))
+        (caution if found.open_ends else detail)("%s", found.left_open)
+    return replace(lowered, plan=replace(plan, untyped=found.left_open))
 
 
 def _lowered(

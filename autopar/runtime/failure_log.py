@@ -91,17 +91,19 @@ def by_text(said: Iterable[tuple[int, str]]) -> str:
     return "; ".join(f"rank {', '.join(map(str, some))} {text}" for text, some in ranks.items())
 
 
+FIRST = "first"  # the entry of a loss that names the rank that has met it first
+
+
 def begin_loss() -> str:
     """Note that a collective of this rank has failed; returns the prefix of the entries about that loss."""
     names = key("lost", _MINE.losses, "")
     _MINE.losses += 1
-    connection().set(f"{names}began", "")
     return names
 
 
 def is_lost_elsewhere() -> bool:
     """Whether a collective has failed on another rank, so that one of this rank may never end."""
-    return bool(connection().check([key("lost", _MINE.losses, "began")]))
+    return bool(connection().check([key("lost", _MINE.losses, FIRST)]))
 
 
 def _write(text: str) -> None:

@@ -147,7 +147,7 @@ def _told_by_one() -> str:
     names = failure_log.begin_loss()
     roll_call = RollCall(store, f"{names}came", dist.get_world_size())
     roll_call.come(rank)
-    if settle(store, f"{names}first", str(rank)) == str(rank):
+    if settle(store, f"{names}{failure_log.FIRST}", str(rank)) == str(rank):
         store.set(f"{names}told", _who_is_lost(roll_call))
     elif not await_key(store, f"{names}told", 2 * _GRACE_S):
         return "a collective failed, and the rank that was to say who is lost has ended, too"

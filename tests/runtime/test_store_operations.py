@@ -5,7 +5,6 @@ Ranks are threads of one process, each with a standing of its own, and share a s
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
@@ -67,7 +66,6 @@ def on_ranks(monkeypatch):
     monkeypatch.setattr(job_store, "_CONNECTED", job_store._Connected())
     monkeypatch.setattr(agreement, "_HERE", ForEachThread(agreement.Standing))
     monkeypatch.setattr(failure_log, "_MINE", ForEachThread(failure_log._Mine))
-    monkeypatch.setattr(faults, "_LOSSES", itertools.repeat(0))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist, "get_rank", lambda: ranks.rank)
