@@ -77,7 +77,7 @@ class Lowered:
         return (*ran, *ending)
 
     def certified(self) -> Certificate:
-        """Certificate that programs lead from stored shardings to those due for results; raises if one does not."""
+        """Certificate that programs lead from stored shardings to those due for results, or a letter."""
         last = () if self.ending is None else (self.ending.program,)
         ending = None if self.ending is None else (self.ending.joint, self.ending.program.outputs)
         if not self.stages:

@@ -350,7 +350,7 @@ def test_a_byte_under_the_free_peak_is_a_budget_like_any_other(less):
 WRONG = {
     "a preset nobody knows": (BadPreset, dict(parallel="gspmd")),
     "an empty dictionary": (BadPreset, dict(parallel={})),
-    "another key": (BadPreset, dict(parallel=dict(pipeline=2))),
+    "another key": (BadPreset, dict(parallel=dict(stages=2))),
     "a size that is none": (BadPreset, dict(parallel=dict(data="two"))),
     "sizes that do not fit": (BadPreset, dict(parallel=dict(data=3, tensor=2))),
     "a mode nobody knows": (BadPreset, dict(parallel=dict(data=2, tensor=dict(size=2, mode="9d")))),
