@@ -39,6 +39,7 @@ from tests.gauntlet.plants import (
 )
 from tests.gauntlet.ring_bugs import RINGS
 from tests.gauntlet.routed_bugs import ROUTED
+from tests.gauntlet.stage_bugs import STAGES
 from tests.mutants import GPT2_MUTANTS, MUTANTS
 
 
@@ -688,6 +689,7 @@ BUGS = [
     ),
     *ROUTED,
     *RINGS,
+    *STAGES,
     Bug(
         "a number read out of a part",
         ("pytorch/pytorch#167213",),

@@ -39,6 +39,7 @@ from tests.models import LLAMA_SEQUENCE, Llama, eager_links, lora_case, mlp_case
 from tests.ops.proof import run_all
 from tests.oracle import ByPosition
 from tests.routed import E, I, M, T, cut_of
+from tests.stages.models import case
 from tests.training import whole
 
 Check = Callable[[], None]
@@ -730,6 +731,49 @@ def _overflows(rank: int, model: nn.Module, batch: Batch, plan: Plan, plant: Cal
         return {n: whole(p.detach()).clone() for n, p in mine.named_parameters()}
 
 
+def stages(plant: Callable | None = None, schedule: str = "1f1b") -> Check:
+    """Two gloo processes, a stage of a language model on each: they share its table, and clip by one norm."""
+    model, batch = case("decoder")
+    mesh = DeviceMesh((2,), ("pp",))
+    plan = autopar.plan(model, batch, mesh=mesh, microbatches=4, pipeline={"schedule": schedule})
+    expected = clipped_step(copy.deepcopy(model), batch)
+
+    def check() -> None:
+        for found in on_processes(2, _in_stages, model, batch, plan, plant):
+            alike(found, expected)
+
+    return check
+
+
+def parted_stages(plant: Callable | None = None) -> Check:
+    """The same with backward in two parts."""
+    return stages(plant, "zero-bubble")
+
+
+def _in_stages(
+    rank: int, model: nn.Module, batch: Batch, plan: Plan, plant: Callable | None
+) -> dict[str, torch.Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch)
+        return clipped_step(autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan), batch)
+
+
+def clipped_step(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """The loss, gradients that are clipped, and parameters after a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(**batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    gradients = {f"gradient of {n}": in_full(p.grad) for n, p in model.named_parameters()}
+    optimizer.step()
+    return {"loss": loss.detach(), **gradients, **{n: in_full(p.detach()) for n, p in model.named_parameters()}}
+
+
+def in_full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
 def resumed(plant: Callable | None = None) -> Check:
     """Saved by two processes with a weight cut by blocks, loaded into a used model on one, and a step after it."""
     model, batch = made(models.Fused), drawn(4, 8)
@@ -780,7 +824,13 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, of_model: dic
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
 
-IN_RANKS = ("under_way", "overflow", "resumed")  # their processes know nothing of what is patched here
+IN_RANKS = (
+    "under_way",
+    "overflow",
+    "resumed",
+    "stages",
+    "parted_stages",
+)  # their processes know nothing of what is patched here
 
 
 @functools.cache

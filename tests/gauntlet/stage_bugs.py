@@ -1,0 +1,98 @@
+"""Published errors of pipelines: stages on several ranks, tied parameters, micro-batches in flight."""
+
+from __future__ import annotations
+
+from tests.gauntlet import stage_plants
+from tests.gauntlet.bug import COUNT, DOUBLED, MISSING, OPTIMIZER, ORDER, RACE, STALE, Bug, Place
+
+STAGES = [
+    Bug(
+        "a tied table between stages",
+        ("NVIDIA/Megatron-LM#6500", "deepspeedai/DeepSpeed#7208"),
+        "The first and the last stage have copies of one table, and their gradients were not added up.",
+        MISSING,
+        stage_plants.tied_left_out,
+        "stages",
+        Place.RANKS,
+    ),
+    Bug(
+        "a tied table, added up twice",
+        ("NVIDIA/Megatron-LM#844", "NVIDIA/Megatron-LM#656"),
+        "Gradients of tied tables were reduced once more, or before a reduction that followed.",
+        DOUBLED,
+        stage_plants.tied_twice,
+        "stages",
+        Place.RANKS,
+        is_nightly=True,
+    ),
+    Bug(
+        "the norm of one stage",
+        ("pytorch/torchtitan#596", "pytorch/torchtitan#649"),
+        "Each stage clipped gradients by the norm of its own parameters.",
+        OPTIMIZER,
+        stage_plants.norm_of_one_stage,
+        "stages",
+        Place.RANKS,
+        is_nightly=True,
+    ),
+    Bug(
+        "a mean of means in a pipeline",
+        ("pytorch/torchtitan#2972", "pytorch/torchtitan#1733"),
+        "Losses of micro-batches were averaged, whatever number of targets each had.",
+        COUNT,
+        stage_plants.mean_of_means,
+        "stages",
+        Place.RANKS,
+        is_nightly=True,
+    ),
+    Bug(
+        "a weight's gradient in both parts of a backward",
+        ("pytorch/pytorch#180952",),
+        "Where backward ran in two parts, the gradient of a weight that is used twice was counted twice.",
+        DOUBLED,
+        stage_plants.weights_twice,
+        "parted_stages",
+        Place.RANKS,
+        is_nightly=True,
+    ),
+    Bug(
+        "the second part of another backward",
+        ("pytorch/pytorch#170277",),
+        "A stage's second part of backward gave wrong gradients, and nothing failed.",
+        ORDER,
+        stage_plants.another_turns_context,
+        "parted_stages",
+        Place.RANKS,
+        is_nightly=True,
+    ),
+    Bug(
+        "a buffer freed under a send",
+        ("NVIDIA/Megatron-LM#4047",),
+        "What a stage sent was written over while the send read it.",
+        RACE,
+        stage_plants.freed_under_a_send,
+        "stages",
+        Place.RANKS,
+        is_nightly=True,
+    ),
+    Bug(
+        "a loss on the last stage alone",
+        ("pytorch/torchtitan#547", "pytorch/torchtitan#1232"),
+        "Ranks of other stages had another loss than the last one.",
+        STALE,
+        stage_plants.nothing_but_on_the_last,
+        "stages",
+        Place.RANKS,
+        is_nightly=True,
+    ),
+    Bug(
+        "micro-batches of a pipeline that are lost",
+        ("NVIDIA-NeMo/Automodel#3530", "NVIDIA/Megatron-LM#7186"),
+        "Only the last micro-batch of a step left its gradients.",
+        MISSING,
+        stage_plants.last_micro_batch_alone,
+        "stages",
+        Place.RANKS,
+        is_nightly=True,
+    ),
+]
