@@ -163,6 +163,7 @@ class Parts:
         self, plan: Plan, device: torch.device, axes: Sequence[int], known: Sequence[str], cut: Collection[str]
     ) -> None:
         self.mesh = plan.mesh
+        self.coordinate = plan.coordinate
         self.device = device
         self.axes = tuple(axes)
         self.known = frozenset(known)  # names of the leaves of the first call
@@ -180,7 +181,7 @@ class Parts:
 
     def index(self, rank: int) -> int:
         """Number of the part of the rows that a rank passes."""
-        here = self.mesh.coordinate(rank)
+        here = self.coordinate(rank)
         found = 0
         for a in self.axes:
             found = found * self.mesh.shape[a] + here[a]
@@ -239,7 +240,7 @@ class Parts:
     def _total(self, counts: Sequence[int]) -> int:
         """Number of rows of the whole batch; raises `BadInput` if the ranks' rows do not make up one batch."""
         total = sum({self.index(r): n for r, n in enumerate(counts)}.values())
-        due = [local_shape((total,), self.sharding, self.mesh, self.mesh.coordinate(r))[0] for r in range(len(counts))]
+        due = [local_shape((total,), self.sharding, self.mesh, self.coordinate(r))[0] for r in range(len(counts))]
         if self.axes and (list(counts) != due or 0 in counts):
             raise BadInput(
                 f"ranks pass {counts} rows, which do not make up one batch",

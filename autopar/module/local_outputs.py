@@ -76,7 +76,7 @@ def own_rows(
     start = 0
     length = rows
     for axis in parts.axes:
-        before, length = part(length, parts.mesh.shape[axis], parts.mesh.coordinate(rank)[axis])
+        before, length = part(length, parts.mesh.shape[axis], parts.coordinate(rank)[axis])
         start += before
     if length == rows:
         return outputs

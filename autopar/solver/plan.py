@@ -182,6 +182,10 @@ class Plan:
         """The number of devices that a step runs on."""
         return self.mesh.size if self.pipeline is None else self.pipeline.mesh.size
 
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """The coordinate of a rank on the mesh, which with stages is that of its own stage."""
+        return self.mesh.coordinate(rank) if self.pipeline is None else self.pipeline.split(rank)[1]
+
     @property
     def expected_s(self) -> float:
         """Seconds that a measured step is expected to take: the median, by the predictions' sources.
