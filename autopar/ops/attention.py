@@ -302,7 +302,7 @@ def timed(arguments: Mapping[str, Any]) -> str:
     if arguments.get("is_causal"):
         return "scaled_dot_product_attention causal"
     is_masked = arguments.get("attn_mask") is not None
-    return "scaled_dot_product_attention" + (" masked" if is_masked else "")
+    return PLAIN + (" masked" if is_masked else "")
 
 
 def work(call: OpCall) -> tuple[str, str]:

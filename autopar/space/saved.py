@@ -25,6 +25,7 @@ from autopar.graph.blocks import calls
 from autopar.graph.graph import Graph, call_of, info, op_name, run, type_of
 from autopar.graph.nodes import is_value, tensor_operands, wants_gradient
 from autopar.ops.entry import Line, facts_of
+from autopar.sharding.attention_ways import PLAIN
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import optimizer_figures
 from autopar.space.backward_kernels import Backward, End, Held, is_opened, port_of
@@ -210,7 +211,7 @@ def _run_alone(node: fx.Node, given: dict[fx.Node, Any], kind: str) -> list[tupl
     # Every operand gets memory of its own, so that a result's memory names one operand.
     env = {n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for n, t in given.items()}
     where = {t.untyped_storage()._cdata: i for i, t in enumerate(env.values())}
-    if op_name(node) == "scaled_dot_product_attention":
+    if op_name(node) == PLAIN:
         query: Any = env[node.kwargs["query"]]
         whole = query if query.shape == about.outputs[0].shape else query[..., :1].expand(about.outputs[0].shape)
         # A fused kernel lays out its result as the query; separate products give a contiguous result.

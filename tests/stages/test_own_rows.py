@@ -1,4 +1,4 @@
-"""Ranks pass rows of their own to stages, whatever the place of their axis in the mesh: stages of a part pass the same."""
+"""Ranks pass rows of their own to stages, wherever their axis is in the mesh; stages of one part pass the same."""
 
 from __future__ import annotations
 
