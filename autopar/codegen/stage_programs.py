@@ -185,7 +185,7 @@ def _program(
     inputs = _of_kind(tops, "input")
     come = {nodes[crossing.name]: crossing.type for crossing in arrives}
     for node in (*inputs, *come, *(n for n in tops if n not in inputs)):
-        env[node] = made.placeholder(node.name)
+        env[node] = made.create_node("placeholder", node.name, name=node.name)  # `placeholder` changes capitals
         about = info(node)
         env[node].meta["info"] = Info(about.key, "input", about.outputs) if node in come else about
         types[env[node].name] = come[node] if node in come else turn.types[node.name]

@@ -170,7 +170,7 @@ def _part(
     copies = dict[fx.Node, fx.Node]()
     types = dict[str, TensorType]()
     for node in given:
-        copies[node] = made.placeholder(node.name)
+        copies[node] = made.create_node("placeholder", node.name, name=node.name)  # `placeholder` changes capitals
         types[node.name] = info(node).outputs[0]
         copies[node].meta["info"] = Info(info(node).key, "input", info(node).outputs)
     names: dict[str, list[str]] = {"input": [n.name for n in given]}

@@ -16,7 +16,7 @@ from autopar.letters import NotServed
 from autopar.runtime.faults import limit
 from autopar.runtime.owned_meshes import Far, own
 from autopar.runtime.transfers import Line, line_of, mesh_of_ranks, stage_meshes
-from autopar.runtime.world import coordinate, rank_here
+from autopar.runtime.world import coordinate, rank_here, world_size
 from autopar.solver.plan import Plan
 from autopar.stages.pipeline import coordinates_of
 
@@ -99,6 +99,7 @@ class Ground:
         pipeline = plan.pipeline
         if pipeline is None:
             return Ground(plan.mesh.to_torch(device_type), coordinate(plan.mesh))
+        pipeline.mesh.check_world(world_size())
         place, here = pipeline.split(rank_here())
         ranks = [pipeline.ranks(at) for at in range(pipeline.coordinates)]
         meshes = stage_meshes(device_type, ranks, plan.mesh.shape, plan.mesh.axes)
