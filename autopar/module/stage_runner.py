@@ -165,25 +165,28 @@ class InStages(InTurns):
         """Begin to receive what an action reads; None for what another stage of this rank makes."""
         of = self.stages[action.stage].of
         if action.kind == "F":
-            return [self._begin(c, self.place[c.source], is_gradient=False) for c in of.arrives]
+            return [self._begin(c, self._way(c, action.stage)) for c in of.arrives]
         back = [c for c in of.leaves if c.type.requires_grad] if action.kind != "W" else []
-        return [self._begin(c, self.place[reader], is_gradient=True) for c in back for reader in c.readers]
+        return [self._begin(c, self._way(c, reader, is_gradient=True)) for c in back for reader in c.readers]
 
-    def _begin(self, crossing: Crossing, source: int, is_gradient: bool) -> Arrival | None:
-        if source == self.line.index:
+    def _way(self, crossing: Crossing, reader: int, is_gradient: bool = False) -> Way:
+        maker = self.place[crossing.source]
+        other = self.place[reader]
+        sender, receiver = (other, maker) if is_gradient else (maker, other)
+        return Way(sender, receiver, crossing.source, reader, is_gradient)
+
+    def _begin(self, crossing: Crossing, way: Way) -> Arrival | None:
+        if way.sender == way.receiver:
             return None
         into = torch.empty(crossing.type.shape, dtype=crossing.type.torch_dtype, device=self.setup.device)
-        return self.line.receive(into, source, is_gradient)
+        return self.line.receive(into, way)
 
-    def _hand(self, step: _Step, value: Tensor, stage: int, key: tuple[str, int, int], is_gradient: bool) -> None:
-        """Give a value, or its gradient, to a stage.
-
-        The key is the name of the value, the stage that reads it, and the turn.
-        """
-        if self.place[stage] == self.line.index:
-            step.here[key] = value.clone()  # either stage may write over its own
+    def _hand(self, step: _Step, value: Tensor, crossing: Crossing, turn: int, way: Way) -> None:
+        """Give a value, or its gradient, to a stage."""
+        if way.sender == way.receiver:
+            step.here[crossing.name, way.reader, turn] = value.clone()  # either stage may write over its own
         else:
-            self.line.send(value, self.place[stage], is_gradient)
+            self.line.send(value, way)
 
     # -- actions
 
@@ -202,7 +205,7 @@ class InStages(InTurns):
         del results, rows, came
         for value, crossing in zip(outputs, stage.of.leaves, strict=False):
             for reader in crossing.readers:
-                self._hand(step, value.detach(), reader, (crossing.name, reader, turn), is_gradient=False)
+                self._hand(step, value.detach(), crossing, turn, self._way(crossing, reader))
         if stage.is_last:
             left = outputs[len(stage.of.leaves) :]
             for at in self.written:
@@ -245,8 +248,7 @@ class InStages(InTurns):
                     gradient = torch.zeros(
                         crossing.type.shape, dtype=crossing.type.torch_dtype, device=self.setup.device
                     )
-                key = (crossing.name, stage.number, turn)
-                self._hand(step, gradient, crossing.source, key, is_gradient=True)
+                self._hand(step, gradient, crossing, turn, self._way(crossing, stage.number, is_gradient=True))
 
     def _tangents(self, step: _Step, stage: StageOnRank, turn: int, arrivals: list[Arrival | None]) -> list[Tensor]:
         """Gradients of what has left a stage: of each value the sum over the stages that read it."""
@@ -296,8 +298,13 @@ class InStages(InTurns):
 
 def ways_of(crossings: Iterable[Crossing], place: Sequence[int]) -> set[Way]:
     """The ways that values take between coordinates, and gradients back."""
-    pairs = {(place[crossing.source], place[reader]) for crossing in crossings for reader in crossing.readers}
-    return {way for a, b in pairs for way in ((a, b, False), (b, a, True)) if a != b}
+    found = set()
+    for source, reader in {(crossing.source, reader) for crossing in crossings for reader in crossing.readers}:
+        a = place[source]
+        b = place[reader]
+        if a != b:
+            found |= {Way(a, b, source, reader, is_gradient=False), Way(b, a, source, reader, is_gradient=True)}
+    return found
 
 
 def _as_traced(gradient: Tensor, form: TensorForm) -> Tensor:

@@ -1,7 +1,8 @@
 """What the ranks of a pipeline send each other: values forward, their gradients back, and what all of them have.
 
-Every ordered pair of ranks has a process group for values, and one for gradients: what goes one way never waits for
-what comes the other, and on a V both go the same way in no common order. What is sent is begun and kept until it has
+What goes from one stage to another has a process group of its own in each pair of ranks, and so have its gradients:
+what goes one way never waits for what comes the other. Where a rank has several stages, values of several pairs of them
+go the same way, and are not received in the order in which they are sent. What is sent is begun and kept until it has
 arrived; nobody waits for that before the end of a step. A message is a broadcast in its pair: unlike gloo's receives, a
 wait for it can look now and then whether others do something else.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.runtime.agreement import wait_for
 from autopar.runtime.faults import waiting_in
 
-Way = tuple[int, int, bool]  # coordinates on the axis of stages: who sends, who receives; whether it is gradients
+
+class Way(NamedTuple):
+    """What is received in the order in which it is sent: the values of a pair of stages, or their gradients."""
+
+    sender: int  # coordinate on the axis of stages
+    receiver: int
+    source: int  # the stage that makes the values
+    reader: int
+    is_gradient: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -39,22 +48,23 @@ class Line:
     def open(self, ways: Iterable[Way]) -> None:
         """Make the groups of ways that have none yet; all ranks do so together."""
         for way in sorted(set(ways) - self.ways.keys()):
-            a, b, _ = way
-            groups = {line: dist.new_group([line[a], line[b]], timeout=self.timeout) for line in self.lines}
-            self.ways[way] = groups[self.ranks]
+            for line in self.lines:
+                group = dist.new_group([line[way.sender], line[way.receiver]], timeout=self.timeout)
+                if line == self.ranks:
+                    self.ways[way] = group
 
-    def send(self, value: Tensor, to: int, is_gradient: bool) -> None:
+    def send(self, value: Tensor, way: Way) -> None:
         """Begin to send a value to another coordinate."""
         lies = value.contiguous()
         self.sent = [(work, kept) for work, kept in self.sent if not work.is_completed()]
-        self.sent.append((self._begin(lies, (self.index, to, is_gradient)), lies))
+        self.sent.append((self._begin(lies, way), lies))
 
-    def receive(self, into: Tensor, source: int, is_gradient: bool) -> Arrival:
+    def receive(self, into: Tensor, way: Way) -> Arrival:
         """Begin to receive a value from another coordinate into this memory."""
-        return Arrival(self._begin(into, (source, self.index, is_gradient)), into, self.ranks[source])
+        return Arrival(self._begin(into, way), into, self.ranks[way.sender])
 
     def _begin(self, value: Tensor, way: Way) -> Any:
-        return dist.broadcast(_as_bytes(value), self.ranks[way[0]], group=self.ways[way], async_op=True)
+        return dist.broadcast(_as_bytes(value), self.ranks[way.sender], group=self.ways[way], async_op=True)
 
     def end(self) -> None:
         """Wait until all that was sent has been received."""

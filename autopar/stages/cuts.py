@@ -108,7 +108,7 @@ def _anywhere(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
         else:
             read = node.all_input_nodes
             of_parameters[node] = any(of_parameters[n] for n in read)
-            of_data[node] = not read or any(of_data[n] for n in read)
+            of_data[node] = any(of_data[n] for n in read)  # constants go with what they meet
     calls = (n for n in nodes if n.op == "call_function")
     return frozenset(n for n in calls if not (of_parameters[n] and of_data[n]))
 

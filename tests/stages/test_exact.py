@@ -23,14 +23,14 @@ CASES = [
     ("decoder", (2, 2), "gpipe", 2, "zero3"),
     ("decoder", (2, 1, 2), "greedy", 4, "megatron"),
     ("encoder and decoder", (4, 1), "1f1b", 4, None),
-    ("encoder and decoder", (2, 2), "zb-v", 8, "zero1"),
+    ("encoder and decoder", (2, 2), "zb-v", 4, "zero1"),
     ("encoder and decoder", (2, 2), "interleaved", 4, "megatron"),
     ("encoder and decoder", (4, 1), "zero-bubble", 2, None),
     ("unet", (2, 2), "gpipe", 4, "dp"),
     ("unet", (4, 1), "zero-bubble", 8, None),
     ("unet", (2, 2), "interleaved", 2, "zero3"),
     ("twice", (4, 1), "1f1b", 2, None),
-    ("twice", (2, 2), "greedy", 8, "zero1"),
+    ("twice", (2, 2), "greedy", 4, "zero1"),
     ("twice", (2, 2), "dualpipe-v", 1, "dp"),
 ]
 
