@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autopar.module import stage_runner, turn_runner
 from autopar.module.stage_runner import InStages
-from autopar.runtime.transfers import Line
+from autopar.runtime.transfers import Line, Way
 from tests.gauntlet.plants import Patch
 
 
@@ -69,8 +69,8 @@ def freed_under_a_send(patch: Patch) -> None:
     """Memory is written to before what it holds was sent."""
     send = Line.send
 
-    def broken(self: Line, value: Tensor, to: int, is_gradient: bool) -> None:
-        send(self, value.clone().narrow(0, 0, 1).expand_as(value), to, is_gradient)
+    def broken(self: Line, value: Tensor, way: Way) -> None:
+        send(self, value.clone().narrow(0, 0, 1).expand_as(value), way)
 
     patch.setattr(Line, "send", broken)
 
