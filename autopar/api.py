@@ -321,8 +321,10 @@ def _read(
     if plan is None:
         asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
         request = Request(**{**asked, "parallel": as_preset(planning.get("parallel"), model)})
-        if request.mesh is not None and request.pipeline is None:
-            DeviceMesh.of(request.mesh).check_world(world_size())  # before a search that would take a while
+        if request.mesh is not None:
+            mesh = DeviceMesh.of(request.mesh)
+            whole = mesh if request.pipeline is None else request.pipeline.whole(mesh)
+            whole.check_world(world_size())  # before a search that would take a while
     else:
         request = Request.of(plan, **planning, outputs=outputs)
     with reads_of(model) as reads:

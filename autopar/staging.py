@@ -25,6 +25,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import local_shape
 from autopar.sharding.strategies import values
 from autopar.solver.by_block import by_block
+from autopar.solver.figures import size
 from autopar.solver.plan import Plan
 from autopar.solver.rivals import PricedSpace
 from autopar.stages.asked import Asked
@@ -54,19 +55,19 @@ def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) ->
     devices = request.mesh
     found: list[Plan] = [inside(replace(request, pipeline=None))]
     refused: list[tuple[str, float, float, int, str]] = []
-    for size in (2**k for k in range(1, devices.bit_length())):
-        if devices % size:
+    for count in (2**k for k in range(1, devices.bit_length())):
+        if devices % count:
             break
         try:
-            of_size = replace(request, mesh=devices // size)
-            found.append(_in_stages(graph, of_size, replace(asked, size=size), inside))
+            of_count = replace(request, mesh=devices // count)
+            found.append(_in_stages(graph, of_count, replace(asked, size=count), inside))
         except Letter as e:
-            refused.append((f"{size} stages", 0.0, 0.0, 0, e.what))
+            refused.append((f"{count} stages", 0.0, 0.0, 0, e.what))
     best = min(found, key=lambda plan: plan.step_time_s)
     rows = tuple(
-        (f"{size} stages of {p.mesh}", p.step_time_s, p.lower_bound_s, p.peak_bytes, "")
+        (f"{count} stages of {p.mesh}", p.step_time_s, p.lower_bound_s, p.peak_bytes, "")
         for p in found
-        if (size := 1 if p.pipeline is None else p.pipeline.coordinates)
+        if (count := 1 if p.pipeline is None else p.pipeline.coordinates)
     )
     return replace(
         best, meshes=(*rows, *refused), lower_bound_s=min(best.step_time_s, *(p.lower_bound_s for p in found))
@@ -162,7 +163,7 @@ class _Cutting:
         self.search.cuts = functools.partial(_moved, found, self.atoms, choice.order, cut, self.room)
         fullest = max(place, key=lambda at: most[at])
         full = [str(stage) for stage, at in enumerate(place) if at == fullest]
-        least = (choice.bound + float(found.once.sum()) / self.coordinates) * (1.0 - plan.gap)
+        least = choice.bound + float(found.once.sum()) / self.coordinates
         return replace(
             plan,
             pipeline=pipeline,
@@ -180,8 +181,8 @@ class _Cutting:
         cuts = "at these cuts" if self.asked.cuts else "whatever its cuts"
         turns = self.whole_plan.microbatches
         return (
-            f"in {turns} micro-batches on {self.coordinates} coordinates of stages, with as many in flight{halves}, "
-            f"{cuts},"
+            f"of these shardings in {turns} micro-batches on {self.coordinates} coordinates of stages, with as many in "
+            f"flight{halves}, {cuts},"
         )
 
     @property
@@ -198,7 +199,14 @@ class _Cutting:
         if asked.cuts:
             each = len(self.starts) // self.coordinates
             names = [name for name in names if each == 1 or name in _SEVERAL]
-        return best_cuts(merged, self.coordinates, self.whole_plan.microbatches, names, each, self.room)
+        room = size(self.request.budget)
+        try:
+            return best_cuts(merged, self.coordinates, self.whole_plan.microbatches, names, each, self.room)
+        except Infeasible as e:
+            raise e.but(
+                what=f"no cut into stages on {self.coordinates} coordinates fits in {room} a device",
+                advice="more stages, smaller micro-batches, or another preset inside a stage",
+            ) from e
 
 
 def _figures(

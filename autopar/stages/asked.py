@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.letters import NotServed, among
 from autopar.runtime.world import world_size
-from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.mesh import DeviceMesh, default_axes
 from autopar.stages.orders import ORDERS
 from autopar.stages.pipeline import FORWARD, Pipeline, stage_mesh
 
@@ -39,9 +39,11 @@ class Asked:
         return Asked(first.coordinates, schedule, each, first.firsts, first.mesh, first.axis, first.place)
 
     def whole(self, stage: DeviceMesh) -> DeviceMesh:
-        """The mesh of all devices around that of a stage."""
+        """The mesh of all devices around that of a stage; of a size that is left open, the mesh as it is."""
         if self.mesh is not None:
             return self.mesh
+        if self.size == "auto":
+            return stage
         return DeviceMesh((int(self.size), *stage.shape), (self.axis, *stage.axes))
 
 
@@ -87,10 +89,11 @@ def _read(pipeline: Any, axis: str | None, mesh: Any) -> Asked:
     size = fields.get("size", found)
     if size is None:
         raise NotServed(f"pipeline={pipeline!r} has no size", advice='pipeline=4, or an axis of the mesh called "pp"')
-    if not (size == "auto" or (_is_count(size) and size >= 1)):
+    if not (size == "auto" or (_is_count(size) and int(size) >= 1)):
         raise NotServed(
             f"pipeline={pipeline!r} is not a number of stages", advice='pipeline=4, "auto", or dict(size=4)'
         )
+    size = size if size == "auto" else int(size)
     if isinstance(mesh, DeviceMesh):
         axis, size = _axis_of(mesh, axis, size)
     schedule = fields.get("schedule", "auto")
@@ -100,7 +103,8 @@ def _read(pipeline: Any, axis: str | None, mesh: Any) -> Asked:
         )
     each = fields.get("stages_each", 0)
     cuts = fields.get("cuts", ())
-    if not _is_count(each) or each < 0 or isinstance(cuts, str) or not all(isinstance(name, str) for name in cuts):
+    is_list = isinstance(cuts, (list, tuple)) and all(isinstance(name, str) for name in cuts)
+    if not is_list or not _is_count(each) or int(each) < 0:
         raise NotServed(
             f"pipeline={pipeline!r} has a stages_each or cuts of another kind",
             advice='stages_each=2, cuts=["model.layers.9"]',
@@ -110,7 +114,12 @@ def _read(pipeline: Any, axis: str | None, mesh: Any) -> Asked:
 
 
 def _axis_of(mesh: DeviceMesh, axis: str | None, size: int | str) -> tuple[str, int]:
-    """The axis of a mesh along which stages stand, and its size: the named one, or the first."""
+    """The axis of a mesh along which stages stand, and its size; without names, it is the first."""
+    if axis is None and (size == "auto" or mesh.axes != default_axes(len(mesh.shape))):
+        raise NotServed(
+            f"pipeline={size!r}, and no axis of mesh {mesh} is called {', '.join(AXES)}",
+            advice=f'DeviceMesh((2, ...), ("{AXES[0]}", ...)), or a count of devices as mesh=',
+        )
     name = axis or mesh.axes[0]
     found = mesh.shape[mesh.axis(name)]
     if size not in ("auto", found):
