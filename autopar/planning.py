@@ -58,7 +58,7 @@ class Planning:
 
     @without_collections
     def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
-        """The fastest plan on a mesh. `known` is the step time, in seconds, of a plan on another mesh."""
+        """The fastest plan on a mesh. A plan has to take less than `known` seconds."""
         asked = self.request
         if self.graph.turns > 1 and TIME in mesh.axes:
             raise NotServed(
@@ -179,7 +179,7 @@ class Planning:
         Without a preset, which has windows of its own, all windows are searched, and the bound holds in any of them.
         """
         spaces = self._spaces(mesh, known, preset)
-        found = _Fastest(self.rival)
+        found = _Fastest(self.rival, known)
         left = list(spaces.windows)
         if not self.is_tight:
             left.clear()
@@ -229,9 +229,7 @@ class Planning:
 
         return _Spaces((window_of(asked.parallel, mesh),), setting, made)
 
-    def _freely(
-        self, space: Space, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: Plan | None = None
-    ) -> Plan:
+    def _freely(self, space: Space, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: float) -> Plan:
         """The fastest plan of a space, if it fits in the budget."""
         budget = self.request.budget
         refuse_below(space, budget)
@@ -241,9 +239,7 @@ class Planning:
                 return plan
         raise _DoesNotFit(space)
 
-    def _within_budget(
-        self, least: int, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: Plan | None = None
-    ) -> Plan:
+    def _within_budget(self, least: int, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: float) -> Plan:
         """The fastest plan within the budget, in windows of `least` bytes, which may drop gathered copies."""
         space = spaces.of(least, regather=True)
         refuse_below(space, self.request.budget)
@@ -293,7 +289,7 @@ class Planning:
         spaces: _Spaces,
         budget: float,
         defaults: Sequence[tuple[str, str]],
-        rival: Plan | None,
+        rival: float,
     ) -> Plan:
         asked = self.request
         mesh = space.setting.mesh
@@ -400,14 +396,15 @@ class _Spaces:
 class _Fastest:
     """The fastest plan of several searches, and a bound that holds in all of them."""
 
-    def __init__(self, rival: Plan | None) -> None:
+    def __init__(self, rival: Plan | None, known: float) -> None:
         self.best = rival
+        self.known = known  # seconds of a plan on another mesh
         self.bound = math.inf
 
     def add(self, search: Callable[..., Plan]) -> None:
-        """Run a search; it raises `Outdone` where it finds no plan that is faster than its `rival`."""
+        """Run a search; it raises `Outdone` where it finds no plan that takes less than its `rival` seconds."""
         try:
-            plan = search(rival=self.best)
+            plan = search(rival=min(self.known, math.inf if self.best is None else self.best.step_time_s))
         except Outdone as e:
             if self.best is None:
                 raise

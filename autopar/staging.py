@@ -53,35 +53,49 @@ def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) ->
         return _in_stages(graph, request, asked, inside)
     assert isinstance(request.mesh, int)
     devices = request.mesh
-    found: list[Plan] = [inside(replace(request, pipeline=None))]
-    refused: list[tuple[str, float, float, int, str]] = []
-    for count in (2**k for k in range(1, devices.bit_length())):
-        if devices % count:
-            break
+    found: list[Plan] = []
+    refused: list[tuple[str, Letter]] = []
+    for count in (2**k for k in range(devices.bit_length()) if devices % 2**k == 0):
+        known = min((plan.step_time_s for plan in found), default=math.inf)
+        of_count = replace(asked, size=count) if count > 1 else None
+        asking = replace(request, mesh=devices // count, pipeline=of_count)
         try:
-            of_count = replace(request, mesh=devices // count)
-            found.append(_in_stages(graph, of_count, replace(asked, size=count), inside))
+            found.append(_in_stages(graph, asking, of_count, inside, known) if of_count else inside(asking))
         except Letter as e:
-            refused.append((f"{count} stages", 0.0, 0.0, 0, e.what))
+            refused.append((f"{count} stages", e))
+    if not found:
+        raise refused[0][1]
     best = min(found, key=lambda plan: plan.step_time_s)
     rows = tuple(
         (f"{count} stages of {p.mesh}", p.step_time_s, p.lower_bound_s, p.peak_bytes, "")
         for p in found
         if (count := 1 if p.pipeline is None else p.pipeline.coordinates)
     )
-    return replace(
-        best, meshes=(*rows, *refused), lower_bound_s=min(best.step_time_s, *(p.lower_bound_s for p in found))
-    )
+    none = tuple((name, 0.0, 0.0, 0, letter.what) for name, letter in refused)
+    return replace(best, meshes=(*rows, *none), lower_bound_s=min(p.lower_bound_s for p in found))
 
 
-def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
-    """The fastest plan found with a number of stages, of several numbers of micro-batches."""
+def _if_none_waits(plan: Plan) -> float:
+    """Seconds of a step of a plan in stages, if no stage ever waited for another."""
+    assert plan.pipeline is not None
+    return plan.step_time_s * (1.0 - plan.pipeline.idle)
+
+
+def _in_stages(
+    graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan], known: float = math.inf
+) -> Plan:
+    """The fastest plan found with a number of stages, of several numbers of micro-batches.
+
+    They end where a plan would take `known` seconds even if no stage ever waited: more of them only shorten the wait.
+    """
     plans: list[Plan] = []
     letter: Letter | None = None
     for turns in _numbers_of_turns(graph, request, int(asked.size)):
         mesh = plans[0].mesh if plans else request.mesh  # meshes are searched with one number of them
         try:
             plans.append(_in_turns(graph, replace(request, microbatches=turns, mesh=mesh), asked, inside))
+            if _if_none_waits(plans[-1]) >= known:
+                break
         except (Infeasible, NotServed) as e:
             letter = letter or e
     if plans:

@@ -38,7 +38,7 @@ def solve(
     recompute: str | Policy = "none",
     wide: Callable[[], Sequence[Space]] | None = None,
     is_trial: bool = False,
-    rival: Plan | None = None,
+    rival: float = math.inf,
 ) -> Plan:
     """The fastest plan found in the space, on which no device holds more than `budget` bytes.
 
@@ -47,10 +47,10 @@ def solve(
     has the bytes of the smallest plan that was met, and no words.
 
     The search ends within `gap` of its bound, or where the searches can do no more; the plan's own gap says how near
-    that is. `until` is a time of the monotonic clock after which a plan that was found is not improved. `rival` is a
-    plan of another space: `Outdone` is raised where none that is faster is found here.
+    that is. `until` is a time of the monotonic clock after which a plan that was found is not improved. `Outdone` is
+    raised where no plan is found that takes less than `rival` seconds, those of a plan of another space.
     """
-    counted = Budgeted(space, math.inf if rival is None else rival.step_time_s)
+    counted = Budgeted(space, rival)
     task = Task(counted, budget, solver, backend_of(solver), gap, until, recompute != "none")
 
     def without() -> Findings:
@@ -61,7 +61,7 @@ def solve(
     else:
         found = recomputing(task, recompute, without)
     best = found.best
-    if rival is not None and (best is None or best.seconds >= rival.step_time_s):
+    if math.isfinite(rival) and (best is None or best.seconds >= rival):
         raise Outdone(found.bound)
     if best is None:
         raise _none_found(task, found, is_trial)

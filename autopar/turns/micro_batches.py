@@ -37,14 +37,16 @@ def in_micro_batches(graph: Graph, turns: int, keeps_outputs: bool, even_one: bo
 
     A single one is left as it was unless `even_one`. Outputs beside a loss that are rows of a micro-batch leave it only
     where `keeps_outputs`. A letter names an op that cannot run on some of the rows, as it depends on all of them, such
-    as batch norm in training.
+    as batch norm in training. A graph keeps those that were made of it: a search asks for them again and again.
     """
     if turns == 1 and not even_one:
         return graph
-    made = _MicroBatch(graph, turns, keeps_outputs).run()
-    run_passes("graph", (drop_dead, one_name_per_fan_out), made, verify)
-    made.fx.__dict__.pop("_autopar_keys", None)
-    return made
+    made: dict[tuple[int, bool], Graph] = graph.fx.__dict__.setdefault("_autopar_turns", {})
+    if (turns, keeps_outputs) not in made:
+        found = made[turns, keeps_outputs] = _MicroBatch(graph, turns, keeps_outputs).run()
+        run_passes("graph", (drop_dead, one_name_per_fan_out), found, verify)
+        found.fx.__dict__.pop("_autopar_keys", None)
+    return made[turns, keeps_outputs]
 
 
 class _MicroBatch(Writer):
