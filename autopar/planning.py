@@ -402,7 +402,7 @@ class _Fastest:
         self.bound = math.inf
 
     def add(self, search: Callable[..., Plan]) -> None:
-        """Run a search; it raises `Outdone` where it finds no plan that takes less than its `rival` seconds."""
+        """Run a search; it raises `Outdone` where no plan takes less than its `rival` seconds."""
         try:
             plan = search(rival=min(self.known, math.inf if self.best is None else self.best.step_time_s))
         except Outdone as e:
