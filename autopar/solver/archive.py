@@ -44,7 +44,7 @@ _KEYS = (
     *("peak_at", "budget", "meshes", "beside_s", "hidden_s", "accumulation", "precision", "scattered", "recomputed"),
     *("recompute_s", "first_peak_bytes", "window_bytes", "suspected", "stopped", "sources", "compiled", "chunks"),
     *("kernels", "fused", "microbatches", "needed", "unaligned", "passing"),
-    *("workload", "pipeline"),
+    *("workload", "pipeline", "offloaded", "host_budget", "host_bytes"),
 )
 # Attributes that are left out of a file where they have these values.
 _LEFT_OUT: dict[str, Any] = {
@@ -59,6 +59,9 @@ _LEFT_OUT: dict[str, Any] = {
     "passing": {},
     "workload": StepWork(),
     "pipeline": None,
+    "offloaded": {},
+    "host_budget": 0.0,
+    "host_bytes": 0,
 }
 # The values of attributes that files of older releases lack.
 _LATER = {"window_bytes": 25 * 2**20, "first_peak_bytes": 0, "suspected": (), "stopped": (), "sources": {}}
@@ -111,6 +114,7 @@ def _family(value: Any) -> str:
 
 _COUNT = functools.partial(codec.whole, least=1)
 _PAIRS = codec.each(codec.in_order(codec.text, codec.text))
+_TRIPLES = codec.each(codec.in_order(codec.text, codec.text, codec.text))
 _STRATEGIES = codec.each(lambda data: Strategy.parse(codec.text(data)))
 _READS: dict[Any, Read] = {
     Choice: lambda data: Choice(_STRATEGIES(data)),
@@ -121,11 +125,13 @@ _READS: dict[Any, Read] = {
     "fused": codec.by_name(_family),
     "sources": codec.by_name(codec.number),
     "passing": lambda data: dict(_PAIRS(data)),
+    "offloaded": lambda data: {name: (gone, comes) for name, gone, comes in _TRIPLES(data)},
 }
 _WRITES: dict[Any, Write] = {
     Choice: lambda choice: [repr(strategy) for strategy in choice.strategies],
     "budget": lambda budget: int(budget) if math.isfinite(budget) else None,
     "passing": lambda passing: [list(pair) for pair in sorted(passing.items())],
+    "offloaded": lambda offloaded: [[name, *ops] for name, ops in sorted(offloaded.items())],
 }
 _MESH = Codec({}, {})
 
@@ -170,7 +176,7 @@ def _fields(cls: type[Plan], data: Mapping[str, Any]) -> dict[str, Any]:
     if data.get("kernels"):
         missing["fused"] = None  # A file of an older release does not say where its kernels stand.
     found = _codec(mesh).read(cls, data, missing, (*_KEYS, "record"))
-    states = states_of(*(found.pop(key) for key in ("recomputed", "passing", "regathered")))
+    states = states_of(*(found.pop(key) for key in ("recomputed", "passing", "regathered", "offloaded")))
     return {**found, "states": states}
 
 
@@ -201,6 +207,11 @@ def refuse_contradictions(plan: Plan) -> None:
     for value in sorted(plan.recomputed):
         if value not in conversions and (value not in plan.decisions or plan.decisions[value].kind != "op"):
             raise BadPlan(f"the plan recomputes {value}, which is neither an op nor a conversion of it")
+    for value, ops in plan.offloaded.items():
+        if value not in conversions and (value not in plan.decisions or plan.decisions[value].kind != "op"):
+            raise BadPlan(f"the plan has {value} on the host, which is neither an op nor a conversion of it")
+        if unknown := [op for op in ops if op not in plan.decisions or plan.decisions[op].kind != "op"]:
+            raise BadPlan(f"the plan moves {value} beside {unknown[0]}, which is not one of its ops")
     for name, family in (plan.fused or {}).items():
         if name not in plan.decisions or plan.decisions[name].kind != "op":
             raise BadPlan(f"the plan has a kernel in the place of {name}, which is not one of its ops")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from autopar.letters import BadPlan
@@ -74,12 +75,27 @@ class Regathered:
     """The state of a parameter whose gathered copy is dropped after forward, and gathered again in backward."""
 
 
-# A value on the host would be `Offloaded`, with the link it travels on. `match` over the union names what to extend.
-State = Saved | Recomputed | Regathered
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """The state of a value that waits for backward on the host.
+
+    Its copy begins behind its last reader in forward, and its memory is free behind the forward of `gone`. It begins to
+    come back before the backward of `comes`. Both are names of ops.
+    """
+
+    gone: str
+    comes: str
+
+
+# `match` over the union names what to extend.
+State = Saved | Recomputed | Regathered | Offloaded
 
 
 def states_of(
-    recomputed: Collection[str], passing: Mapping[str, str], regathered: Collection[str] = ()
+    recomputed: Collection[str],
+    passing: Mapping[str, str],
+    regathered: Collection[str] = (),
+    offloaded: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> dict[str, State]:
     """The states of values by name, without those that are saved; a letter where a value would have two."""
     for name, op in passing.items():
@@ -89,5 +105,8 @@ def states_of(
             raise BadPlan(f"the plan makes {name} in passing for what is behind no op")
     if both := sorted(set(recomputed).intersection(regathered)):
         raise BadPlan(f"the plan recomputes {both[0]}, and also gathers it again as a parameter")
+    if both := sorted(offloaded.keys() & {*recomputed, *regathered}):
+        raise BadPlan(f"the plan has {both[0]} on the host, and also makes or gathers it again")
     states: dict[str, State] = {name: Regathered() for name in sorted(regathered)}
+    states |= {name: Offloaded(*ops) for name, ops in sorted(offloaded.items())}
     return states | {name: Recomputed(passing.get(name, "")) for name in sorted(recomputed)}

@@ -29,6 +29,7 @@ READ = (5, VERSION)  # a decision of version 5 has no outputs, and reads nothing
 _LISTS = ("regathered", "scattered", "recomputed", "without_rule")  # fields that are lists of names
 # Fields that are objects by name, with a figure or several for each.
 _COLUMNS = {"parameter_bytes": ("bytes",), "needed": ("bytes", "seconds"), "fused": ("family",)}
+_NAMED = frozenset({"passing", "offloaded"})  # Fields that are lists of a value's name and those of ops.
 _HOLE = re.compile(r"\{([+-]\d+)?\}")
 _Record = tuple[tuple[str, ...], Mapping[str, Any]]  # names, and what is said of them
 _place = functools.partial(codec.whole, most=10_000_000)  # a place of a file
@@ -47,8 +48,7 @@ def fold(data: Mapping[str, Any]) -> dict[str, Any]:
     }
     records |= {key: _records_of(data[key]) for key in _LISTS}
     records |= {key: _rows(data[key], columns) for key, columns in _COLUMNS.items() if key in data}
-    if "passing" in data:
-        records["passing"] = [((value, op), {}) for value, op in data["passing"]]
+    records |= {key: _named_only(data[key]) for key in sorted(_NAMED & data.keys())}
     folded = {key: _folded(listed) for key, listed in records.items()}
     return {**data, "version": VERSION, "choices": [list(choice) for choice in table], **folded}
 
@@ -69,8 +69,8 @@ def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
     }
     found |= {key: _names_of(_unfolded(data[key])) for key in _LISTS}
     found |= {key: _entries(_unfolded(data[key]), columns) for key, columns in _COLUMNS.items() if key in data}
-    if "passing" in data:
-        found["passing"] = [names for names, _ in _unfolded(data["passing"])]
+    for key in _NAMED & data.keys():
+        found[key] = [names for names, _ in _unfolded(data[key])]
     return found
 
 
@@ -92,6 +92,11 @@ def written(data: Mapping[str, Any]) -> str:
 def _records_of(names: Iterable[str]) -> list[_Record]:
     """Records with one name each, of which nothing is said."""
     return [((name,), {}) for name in names]
+
+
+def _named_only(rows: Iterable[Sequence[str]]) -> list[_Record]:
+    """Records with several names each, of which nothing is said."""
+    return [(tuple(names), {}) for names in rows]
 
 
 def _names_of(records: Iterable[tuple[list[str], Any]]) -> list[str]:

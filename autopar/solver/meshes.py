@@ -71,7 +71,7 @@ def best_mesh(
 
 
 def _to_be_taken(mesh: DeviceMesh, plans: Sequence[Plan]) -> float:
-    """The seconds that a plan on a mesh has to go below: more axes are taken for more than what nothing tells apart."""
+    """The seconds that a plan on a mesh has to go below to be taken; more axes have to be worth it."""
     more = [1 + _LIMITS.alike if len(mesh.shape) > len(p.mesh.shape) else 1.0 for p in plans]
     return min((p.step_time_s / times for p, times in zip(plans, more, strict=True)), default=math.inf)
 

@@ -22,7 +22,7 @@ from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, values
 from autopar.solver import archive, staged, summary, text
-from autopar.solver.decision import Conversion, Decision, Recomputed, Regathered, State, states_of
+from autopar.solver.decision import Conversion, Decision, Offloaded, Recomputed, Regathered, State, states_of
 from autopar.solver.lanes import Event
 from autopar.solver.profiled import StepTimeline
 from autopar.solver.record import Record
@@ -141,6 +141,8 @@ class Plan:
     # the seconds that recomputing it takes.
     needed: Mapping[str, tuple[int, float]] = field(default_factory=dict, repr=False)
     first_peak_bytes: int = 0  # peak of the first step, before the optimizer has states
+    host_budget: float = 0.0  # bytes of the host's memory that a device may use
+    host_bytes: int = 0  # the most that it uses during a step
     # seconds that products take more because their rows are not a whole number of 16 bytes, where that was measured
     unaligned: Mapping[str, float] = field(default_factory=dict, repr=False)
     # ops without a rule, and the line under which each ran right when it was tried
@@ -228,6 +230,11 @@ class Plan:
     def regathered(self) -> frozenset[str]:
         """The parameters whose gathered copies are dropped after forward, and gathered again in backward."""
         return frozenset(name for name, state in self.states.items() if isinstance(state, Regathered))
+
+    @property
+    def offloaded(self) -> dict[str, tuple[str, str]]:
+        """The values that wait for backward on the host, each with the ops behind and before which it travels."""
+        return {n: (state.gone, state.comes) for n, state in self.states.items() if isinstance(state, Offloaded)}
 
     @property
     def storage(self) -> dict[str, StoragePolicy]:
@@ -379,8 +386,18 @@ class Plan:
         bytes stay those that were predicted for this plan. Kernels are all that can stand: some of this plan's may not,
         as a kernel's results are all saved or all recomputed.
         """
-        states = states_of(frozenset(values), passing or {}, self.regathered)
+        names = frozenset(values)
+        others = {name: ops for name, ops in self.offloaded.items() if name not in names}
+        states = states_of(names, passing or {}, self.regathered, others)
         return replace(self, states=states, fused=None if self.kernels else self.fused)
+
+    def offloading(self, values: Mapping[str, tuple[str, str]]) -> Plan:
+        """The plan in which these values of ops and conversions wait on the host for backward, and no others.
+
+        Each has the op behind whose forward its memory is free, and the op before whose backward it begins to return.
+        Seconds and bytes stay those that were predicted for this plan.
+        """
+        return replace(self, states=states_of(self.recomputed, self.passing, self.regathered, values))
 
     def _use_of(self, name: str, stored: str) -> str:
         """The only sharding in which a value is used, or `*` where there may be several."""
