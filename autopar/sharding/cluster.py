@@ -23,6 +23,7 @@ from autopar import codec
 from autopar.codec import Codec
 from autopar.letters import BadCluster, among
 from autopar.sharding.device import Curve, Device, check_curve, on_curve
+from autopar.sharding.host import Host
 from autopar.sharding.mesh import DeviceMesh
 
 DEFAULT = "generic"
@@ -130,6 +131,7 @@ class Cluster:
     together: float = 1.0
     step_s: float = 0.0  # fixed seconds of a step beside its ops: ranks that wait for each other, code around it
     variation: float = 0.0  # standard deviation / mean of the seconds of devices of one kind
+    host: Host | None = None  # the memory of a node's host; None: nobody says how devices reach it
     part: str = ""  # Text that tells it from other parts of the same name.
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ The states of a value that backward needs:
 
     saved         it stays from the forward on
     recomputed    it is dropped, and its op or conversion runs again in backward, just before what first reads it
+    offloaded     it waits on the host: its memory is free from some op of forward to some op's backward
     dropped       nothing in backward needs it
 
 What an op makes of a parameter that is gathered for its forward alone (an embedding's table) is not recomputed: it
@@ -23,8 +24,10 @@ comes nearer.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +43,9 @@ OWN = -1  # instead of an edge's number: memory of its own
 
 # runs, in order, each with the time of an op of forward: for the backward of later ops it is repeated in passing
 Passing = tuple[tuple[int, int], ...]
+# value -> the time behind which its memory is free, and the time before which it begins to come back from the host
+Away = Mapping[int, tuple[int, int]]
+NOWHERE: Away = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,13 +217,13 @@ class Timeline:
         """The most bytes at any time of a step in which these runs are recomputed."""
         return float(self.under(again | self.forced).held.max(initial=0.0))
 
-    def under(self, again: frozenset[int], passing: Passing = ()) -> Through:
+    def under(self, again: frozenset[int], passing: Passing = (), away: Away = NOWHERE) -> Through:
         """The step in which these runs are recomputed: what runs again, and the bytes at every time."""
-        ran, times, most = self._step(again, passing)
+        ran, times, most = self._step(again, passing, away)
         return Through(ran, times, most + self.other)
 
     def _step(
-        self, again: frozenset[int], passing: Passing = ()
+        self, again: frozenset[int], passing: Passing = (), away: Away = NOWHERE
     ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
         """The runs that are repeated, the time of each, and the bytes of all runs at every time."""
         forward, made_by, fixed, until = self._forward, self.made_by, self._forward.fixed, dict(passing)
@@ -253,6 +259,10 @@ class Timeline:
             for i in ran[before:] if until else ():
                 if 2 * self.ops - 1 - time > until.get(i, self.ops):
                     there.difference_update(self.runs[i].makes)
+        steps = [*forward.times, *times] if away else []  # run -> its time, in order
+        for value, (gone, comes) in away.items():
+            lives.append((born[value], bisect_right(steps, gone) - 1, value))
+            born[value] = bisect_left(steps, comes)
         return tuple(ran), tuple(came), self._bytes(born, last, lives, work, times)
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
