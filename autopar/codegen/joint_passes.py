@@ -165,13 +165,25 @@ def join_sums_of_numbers(joint: JointGraph) -> None:
         if is_end and node not in alone and not node.meta["val"].dim():
             way = _way_to(node)
             alike = groups.setdefault((node in backward, _ways_alike(way)), [])
-            if alike and way[0].args[0] < _first_reader(alike[-1]):
+            if alike and _may_share([*alike[-1], way]):
                 alike[-1].append(way)
             else:
                 alike.append([way])
     for ways in itertools.chain.from_iterable(groups.values()):
-        _travel_together(joint.graph, ways, _first_reader(ways).prev)
+        shared: list[list[fx.Node]] = []
+        for way in ways:  # a message that reads some of them may have moved up since
+            if shared and not _may_share([*shared, way]):
+                _travel_together(joint.graph, shared, _first_reader(shared).prev)
+                shared = []
+            shared.append(way)
+        _travel_together(joint.graph, shared, _first_reader(shared).prev)
     joint.read_output()
+
+
+def _may_share(ways: Sequence[Sequence[fx.Node]]) -> bool:
+    """Whether all that these chains of steps read is made before the first reader of any of their results."""
+    first = _first_reader(ways)
+    return all(way[0].args[0] < first for way in ways)
 
 
 def _first_reader(ways: Sequence[Sequence[fx.Node]]) -> fx.Node:

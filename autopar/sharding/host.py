@@ -10,7 +10,7 @@ class Host:
     """The host of a node: its memory, and the link of each of its devices while all devices use theirs."""
 
     name: str
-    down_bytes_per_s: float  # from a device to pinned memory
+    down_bytes_per_s: float  # a device to pinned memory
     up_bytes_per_s: float  # back to the device
     latency_s: float  # seconds of the smallest copy
     bytes: int  # memory of a node

@@ -260,9 +260,9 @@ class Timeline:
                 if 2 * self.ops - 1 - time > until.get(i, self.ops):
                     there.difference_update(self.runs[i].makes)
         steps = [*forward.times, *times] if away else []  # run -> its time, in order
-        for value, (gone, comes) in away.items():
+        for value, (gone, returns) in away.items():
             lives.append((born[value], bisect_right(steps, gone) - 1, value))
-            born[value] = bisect_left(steps, comes)
+            born[value] = bisect_left(steps, returns)
         return tuple(ran), tuple(came), self._bytes(born, last, lives, work, times)
 
     def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
