@@ -65,6 +65,7 @@ def plan(
     mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | int | str | None = None,
     cluster: Cluster | str | None = None,
     memory_budget: int | float | str | None = None,
+    host_budget: int | float | str = 0,
     optimizer: Any = "adamw",
     precision: Precision | str | torch.dtype | None = None,
     recompute: str = "auto",
@@ -95,6 +96,8 @@ def plan(
             count of the job, or of the cluster.
         cluster: A cluster, its name, such as "h100-8x4", or the path of a profile. None: a generic machine.
         memory_budget: Bytes a device, or text such as "16GiB". None: the memory of a device, less a tenth.
+        host_budget: Bytes of the host's memory that a device may use, or text such as "64GiB": saved activations wait
+            for backward there where that is faster than to make them again. 0: nothing moves.
         optimizer: A name, the bytes of its states for each parameter, or a class or an instance of torch.optim.
         precision: A Precision, or the dtype of compute, such as "bf16". None: the model's own dtypes.
         recompute: "auto", as little as the budget asks for; or a policy, by name or as a function.
@@ -125,6 +128,7 @@ def plan(
         mesh=mesh,
         cluster=cluster,
         memory_budget=memory_budget,
+        host_budget=host_budget,
         optimizer=optimizer,
         precision=precision,
         recompute=recompute,

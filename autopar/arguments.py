@@ -15,6 +15,7 @@ from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import OPTIMIZERS
 from autopar.solver.figures import several
+from autopar.solver.offload import Room
 from autopar.tracer import Assume
 from autopar.tracer.precision import DTYPES, Precision
 
@@ -205,6 +206,35 @@ def budget_of(given: Any, cluster: Cluster) -> float:
     """
     if given is None:
         return cluster.device.memory_bytes * (1 - RESERVE)
+    return _bytes_of("memory_budget", given)
+
+
+def room_of(given: Any, cluster: Cluster) -> Room | None:
+    """The host as a device may use it: what the caller gives, at most its share of the node; None for 0."""
+    if not isinstance(given, bool) and given == 0:
+        return None
+    budget = _bytes_of("host_budget", given)
+    if cluster.host is None:
+        raise BadBudget(
+            f"host_budget={given!r}, and nobody says how devices of {cluster.name} reach their host",
+            advice="a cluster with a host, such as one that autopar calibrate has measured; or no host_budget",
+        )
+    return Room(cluster.host, min(budget, cluster.host.bytes / cluster.devices_per_node))
+
+
+def check_room(recompute: Any, pipeline: Any) -> None:
+    """Raise a letter where a search that is asked for does not know the host."""
+    if pipeline is not None:
+        raise NotServed("host_budget= and pipeline=: what stages save does not travel yet", advice="one of them")
+    if recompute not in ("auto", "none"):
+        raise NotServed(
+            f"host_budget= and recompute={recompute!r}: values travel beside what the search makes again, or nothing",
+            advice='recompute="auto", or "none"',
+        )
+
+
+def _bytes_of(name: str, given: Any) -> float:
+    """The bytes that a caller gives as a number or as text."""
     number = given
     if isinstance(given, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|inf)\s*([A-Za-z]*)\s*", given)
@@ -213,14 +243,11 @@ def budget_of(given: Any, cluster: Cluster) -> float:
     is_absurd = is_number and _MOST_BYTES <= number < math.inf  # an int might not be a float
     if not is_number or is_absurd or not float(number) >= 1:
         raise BadBudget(
-            f"memory_budget={given!r} is not a number of bytes",
+            f"{name}={given!r} is not a number of bytes",
             advice='bytes, or text such as "16GiB"; float("inf") for no limit',
         )
     if isinstance(number, float) and number < _LEAST_BYTES:
-        raise BadBudget(
-            f"memory_budget={given!r} is {float(number):g} bytes a device",
-            advice=f'memory_budget="{float(number):g}GiB"',
-        )
+        raise BadBudget(f"{name}={given!r} is {float(number):g} bytes", advice=f'{name}="{float(number):g}GiB"')
     return float(number)
 
 

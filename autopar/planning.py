@@ -304,6 +304,7 @@ class Planning:
             wide=functools.partial(spaces.wide, space.setting.window_bytes),
             is_trial=self.is_trial,
             rival=rival,
+            room=asked.room,
         )
         has_asked = asked.memory_budget is not None and plan.peak_bytes <= asked.budget
         return replace(
@@ -313,6 +314,7 @@ class Planning:
             assumptions=tuple(self.graph.assumptions),
             defaults=(*defaults, *plan.defaults, *self._said_of_head()),
             bound_of=self._bound_of(),
+            host_budget=0.0 if asked.room is None else asked.room.bytes,
             chunks=self.graph.chunks,
         )
 

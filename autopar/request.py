@@ -22,10 +22,12 @@ from autopar.arguments import (
     check_number,
     check_outputs,
     check_recompute,
+    check_room,
     check_time_limit,
     kernels_of,
     optimizer_of,
     precision_of,
+    room_of,
 )
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
@@ -34,6 +36,7 @@ from autopar.letters import BadCluster, NotServed
 from autopar.progress import tell
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
+from autopar.solver.offload import Room
 from autopar.solver.plan import Plan
 from autopar.solver.policies import POLICIES, Policy
 from autopar.stages.asked import stages_asked
@@ -50,6 +53,7 @@ class Request:
     mesh: DeviceMesh | tuple[int, ...] | Mapping[str, int] | int | str | None = None
     cluster: Cluster | str | None = None  # read: a Cluster or None
     memory_budget: int | str | float | None = None
+    host_budget: int | str | float = 0
     optimizer: Any = "adamw"  # read: a name, or bytes for each parameter
     precision: Any = None  # read: a Precision or None
     recompute: str | Policy = "auto"
@@ -72,6 +76,7 @@ class Request:
     )
     hardware: Cluster = field(init=False)
     budget: float = field(init=False)  # bytes; infinite where there is none
+    room: Room | None = field(init=False)  # the host, where values may wait on it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kernels", kernels_of(self.kernels))
@@ -93,6 +98,9 @@ class Request:
         if self.cluster is not None:  # a file is read once: another batch is planned for long after
             object.__setattr__(self, "cluster", self.hardware)
         object.__setattr__(self, "budget", budget_of(self.memory_budget, self.hardware))
+        object.__setattr__(self, "room", room_of(self.host_budget, self.hardware))
+        if self.room is not None:
+            check_room(self.recompute, self.pipeline)
 
     @staticmethod
     def of(
@@ -111,6 +119,7 @@ class Request:
             mesh=plan.mesh,
             cluster=cluster,
             memory_budget=None if math.isinf(plan.budget) else plan.budget,
+            host_budget=plan.host_budget,
             optimizer=plan.optimizer,
             precision=Precision(*plan.precision) if plan.precision else None,
             loss=loss,

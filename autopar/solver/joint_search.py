@@ -14,6 +14,7 @@ from autopar.solver.eliminate import minimise
 from autopar.solver.joint import JointPrices, JointTables
 from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined, lowest_of, seconds_and_bytes
+from autopar.solver.offload import most_before
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
 from autopar.solver.prices import prices_of
@@ -68,6 +69,18 @@ class JointSearch:
         """A proven lower bound of seconds under a budget."""
         free = 0.0 if self.free.is_rough else self.free.bound
         return max([free, *(least - at.of_budget * budget for at, least in self.bounds.items())])
+
+    @property
+    def carried(self) -> float:
+        """The most bytes of the fastest sharding that wait on the host."""
+        return 0.0 if self.first.packing is None else self.first.packing.carried
+
+    def bound_beside_host(self, budget: float, best_s: float) -> float:
+        """A proven lower bound of plans that take no longer than `best_s`, with values on the host or without."""
+        room = self.task.room
+        if room is None:
+            return self.bound(budget)
+        return self.bound(budget + room.carried(most_before(self.task.space, best_s, self.tables.time)))
 
     def about(self, budget: float) -> float:
         """The lower bound under a budget, with those in single precision that are not proven yet."""

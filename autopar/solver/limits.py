@@ -168,6 +168,8 @@ class StateLimits:
     between: int = 8  # prices that are tried between two
     pairs: int = 2  # pairs of states that are spliced
     program: StateProgramLimits = StateProgramLimits()
+    looser: int = 6  # budgets above the given one under which states are searched that the host makes fit. Chosen.
+    packed: int = 24  # known states, the slowest that would still be faster, that are tried with the host. Chosen.
 
 
 @dataclass(frozen=True, slots=True)

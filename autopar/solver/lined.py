@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solver.limits import LIMITS
+from autopar.solver.offload import Packing, fitted, pace_of, told
 from autopar.solver.points import Point
 from autopar.solver.policies import IN_ONE_LOOK, Policy, in_segments, named, repeated
 from autopar.solver.refine import refined
@@ -22,11 +23,17 @@ class Lined:
     point: Point
     line: Timeline
     states: StateSearch
+    packing: Packing | None = None  # None: nothing may wait on the host
 
     @staticmethod
     def of(task: Task, point: Point) -> Lined:
         line = Timeline.of(task.space, point.picked, point.held, point.momentary)
-        return Lined(point, line, StateSearch(line))
+        states = StateSearch(line)
+        if task.room is None:
+            return Lined(point, line, states)
+        return Lined(
+            point, line, states, Packing(states, task.room, pace_of(task.space, point.picked), task.recomputes)
+        )
 
     def under(self, states: StepStates) -> Point:
         """The plan of this sharding with these states."""
@@ -39,6 +46,8 @@ class Lined:
             recompute_s=states.seconds + states.hidden,
             recompute_hidden_s=states.hidden,
             passing=what.passing,
+            offloaded=told(self.line, states.away),
+            host_bytes=float(self.line.bytes[list(states.away)].sum()),
         )
 
     def named(self, policy: str | Policy, budget: float) -> StepStates:
@@ -49,7 +58,7 @@ class Lined:
 
     def within(self, budget: float, price: float = 0.0) -> Point | None:
         """The fastest plan found within a budget, starting at a price that may be near; None where none was."""
-        states = self.states.within(budget, price)
+        states = self.states.within(budget, price) if self.packing is None else fitted(self.packing, budget)
         return None if states is None else self.under(states)
 
     def look_at_segments(self) -> None:
@@ -82,7 +91,7 @@ class Lined:
         """The fastest plan within a budget after refining known states and those of named policies, or None."""
         for policy in IN_ONE_LOOK:
             self.states.of(self.line.again(named(policy, self.line, budget).names))
-        best = refined(self.states, budget)
+        best = refined(self.states, budget) if self.packing is None else fitted(self.packing, budget)
         return None if best is None else self.under(best)
 
 

@@ -62,7 +62,8 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         sources=_sources(space, point, sum(moved) - hidden),
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges, point.held)) if space.memory else 0,
-        states=states_of(point.recomputed, point.passing, regathered),
+        states=states_of(point.recomputed, point.passing, regathered, point.offloaded),
+        host_bytes=round(point.host_bytes),
         recompute_s=point.recompute_s,
         needed=_needed(space, point) if point.recomputed else {},
         unaligned={} if space.unaligned is None else space.unaligned({s.name: s.choices[i] for s, i in chosen}),
@@ -162,7 +163,7 @@ def held_of(space: Space, point: Point) -> dict[str, np.ndarray]:
     if space.memory is None:
         return {}
     held = space.memory.held(point.picked, space.edges)
-    if point.recomputed:  # less is saved, and what is made again is there for a while
+    if point.recomputed or point.offloaded:  # less is saved, and what is made again is there for a while
         saved = "saved activations"
         held[saved] = held[saved] + point.held - np.sum(list(held.values()), axis=0)
     return held

@@ -31,6 +31,9 @@ class Point:
     recompute_s: float = 0.0  # seconds of recomputation
     recompute_hidden_s: float = 0.0  # seconds of recomputation that overlap communication
     passing: Mapping[str, str] = field(default_factory=dict)  # value recomputed in passing -> its op
+    # value that waits on the host -> the ops behind and before which it does
+    offloaded: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    host_bytes: float = 0.0  # bytes of these
 
     @property
     def peak(self) -> float:

@@ -13,6 +13,7 @@ from autopar.solver.curve import Curve, CurvePoint, between, curve_of
 from autopar.solver.figures import size, time
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.limits import LIMITS
+from autopar.solver.offload import Room
 from autopar.solver.plan import Plan
 from autopar.solver.plan_of_choices import plan_of
 from autopar.solver.points import Point, Points
@@ -39,6 +40,7 @@ def solve(
     wide: Callable[[], Sequence[Space]] | None = None,
     is_trial: bool = False,
     rival: float = math.inf,
+    room: Room | None = None,
 ) -> Plan:
     """The fastest plan found in the space, on which no device holds more than `budget` bytes.
 
@@ -51,21 +53,22 @@ def solve(
     raised where no plan is found that takes less than `rival` seconds, those of a plan of another space.
     """
     counted = Budgeted(space, rival)
-    task = Task(counted, budget, solver, backend_of(solver), gap, until, recompute != "none")
+    task = Task(counted, budget, solver, backend_of(solver), gap, until, recompute != "none", room)
 
     def without() -> Findings:
         return _searched(task, searches)
 
-    if recompute == "none" or (recompute == "auto" and not task.has_budget) or space.memory is None:
+    may_change = task.has_budget and (recompute == "auto" or room is not None)
+    if space.memory is None or not (may_change or recompute not in ("auto", "none")):
         found = without()
     else:
-        found = recomputing(task, recompute, without)
+        found = recomputing(task, recompute if room is None else "auto", without)
     best = found.best
     if math.isfinite(rival) and (best is None or best.seconds >= rival):
         raise Outdone(found.bound)
     if best is None:
         raise _none_found(task, found, is_trial)
-    if task.has_time and not best.recomputed:
+    if task.has_time and not best.recomputed and not best.offloaded:
         best = settled(counted, best, budget)
     best, plan = _with_named_axes(counted, best, found.bound, budget)
     widest = (lambda: [space]) if wide is None else wide
@@ -96,7 +99,7 @@ def _said_of_policy(policy: str | Policy, adds: float, found: Findings) -> tuple
 def _with_named_axes(counted: Budgeted, best: Point, bound: float, budget: float) -> tuple[Point, Plan]:
     """A plan as its axes are named, and its point; it says what that costs."""
     space = counted.space
-    told = budget if counted.tables.rows or best.recomputed else math.inf
+    told = budget if counted.tables.rows or best.recomputed or best.offloaded else math.inf
     plan = plan_of(space, best, bound, told)
     named = as_named(counted, best, plan, budget)
     if named is best:

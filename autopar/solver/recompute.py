@@ -86,8 +86,17 @@ class Within:
     @property
     def gap(self) -> float:
         """The gap of the best plan, as a share of its seconds; infinite where there is none."""
-        bound = self.joint.bound(self.budget)
-        return (self.best.seconds - bound) / self.best.seconds if self.best is not None else math.inf
+        return (self.best.seconds - self.bound) / self.best.seconds if self.best is not None else math.inf
+
+    @property
+    def loose(self) -> float:
+        """The budget under which shardings are searched."""
+        return self.budget + self.joint.carried
+
+    @property
+    def bound(self) -> float:
+        """The lower bound of any plan."""
+        return self.joint.bound_beside_host(self.budget, math.inf if self.best is None else self.best.seconds)
 
     @property
     def is_near_rival(self) -> bool:
@@ -114,7 +123,7 @@ class Within:
     def look_at_known(self) -> None:
         """Search for states of the most promising shardings that are known."""
         known = [
-            (self.joint.promising(self.budget, [lined]), k, lined) for k, lined in enumerate(self.joint.met.values())
+            (self.joint.promising(self.loose, [lined]), k, lined) for k, lined in enumerate(self.joint.met.values())
         ]
         for (price, _), _, lined in sorted(known, key=lambda row: (row[0][1], row[1]))[: _LIMITS.known]:
             self._take(lined, price)
@@ -142,16 +151,16 @@ class Within:
     def comes_near(self) -> bool:
         """Whether shardings that fit with the bytes that no states change lead to a plan near the budget."""
         lowest = math.inf
-        for lined in self.joint.small.that_fit(self.budget):
+        for lined in self.joint.small.that_fit(self.loose):
             self._take(lined)
-            if lined.lowest > self.budget:
+            if lined.lowest > self.loose:
                 self._take_segments(lined)
             if not self.joint.task.is_long and (self.best is None or lined.point.seconds < self.best.seconds):
                 plan = lined.polished(self.budget)
                 if plan is not None and (self.best is None or plan.seconds < self.best.seconds):
                     self.best, self.lined = plan, lined
             lowest = min(lowest, lined.lowest)
-        return lowest <= _LIMITS.far * self.budget
+        return lowest <= _LIMITS.far * self.loose
 
     def _take(self, lined: Lined, price: float = 0.0) -> None:
         """Search for the states of a sharding, unless that was done or cannot help, and keep the best plan."""
@@ -184,7 +193,7 @@ class Within:
     def look_for_prices(self, rounds: int = _LIMITS.rounds) -> None:
         """Find new shardings at prices of windows and of a byte at the fullest time, and raise the bound."""
         joint = self.joint
-        budget = self.budget
+        budget = self.loose
         lined = self.lined
         if lined is None:
             return
@@ -226,11 +235,11 @@ class Within:
         for _ in range(1 if task.counted.is_large else _LIMITS.mixtures):
             if self.gap <= task.gap:
                 return
-            price, _ = joint.promising(self.budget, joint.met.values())
-            price = price or dearest * LIMITS.joint.dearer or joint.ahead(self.budget)[0].of_byte
+            price, _ = joint.promising(self.loose, joint.met.values())
+            price = price or dearest * LIMITS.joint.dearer or joint.ahead(self.loose)[0].of_byte
             dearest = max(dearest, price)
             near = joint.best_at(price)
-            at = JointPrices(price, None, joint.best_prices(self.budget).at_step)
+            at = JointPrices(price, None, joint.best_prices(self.loose).at_step)
             problem = tables.problem(at, tables.prices.worth(near.line, price))
             point = with_equal_layers(task.counted, points, problem, task.solver, joint.stopped)
             if point is None or tuple(point.picked) in joint.met:
@@ -252,8 +261,8 @@ class Within:
         """
         joint = self.joint
         tried = (*joint.bounds, *joint.rough)
-        best = joint.best_prices(self.budget)
-        alone = joint.ahead_alone(self.budget)
+        best = joint.best_prices(self.loose)
+        alone = joint.ahead_alone(self.loose)
         half = ahead.towards(best) if best.of_budget else ahead
         for step in (half, ahead, alone) if moves else (alone, half, ahead):
             if step.of_budget and not any(step.is_near(at) for at in tried):
@@ -271,20 +280,20 @@ def _auto(task: Task, without: Without) -> Findings:
     within.look_at_known()
     if math.isfinite(task.counted.rival):
         within.look_for_prices(_LIMITS.rounds_at_first)
-        if joint.bound(task.budget) >= (1 - _LIMITS.worth) * task.counted.rival:
-            return Findings(within.best, joint.bound(task.budget), joint.free)
+        if within.bound >= (1 - _LIMITS.worth) * task.counted.rival:
+            return Findings(within.best, within.bound, joint.free)
     needs = joint.tables.least_bytes() if within.best is None and not joint.task.is_long else 0.0
-    if needs > task.budget * (1 + LIMITS.rounding.over):
-        return Findings(None, joint.bound(task.budget), joint.free, lowest=joint.small.lowest(), needs=needs)
+    if needs > within.loose * (1 + LIMITS.rounding.over):
+        return Findings(None, within.bound, joint.free, lowest=joint.small.lowest(), needs=needs)
     if not within.is_near_rival and not within.comes_near() and within.best is None:
         # The smallest plan may fit even where no fast sharding comes near the budget.
         smallest = joint.small.lowest()
         if smallest.peak > task.budget:
-            return Findings(None, joint.bound(task.budget), joint.free, lowest=smallest, needs=needs)
+            return Findings(None, within.bound, joint.free, lowest=smallest, needs=needs)
         within.best = smallest
     if not within.is_near_rival and math.isfinite(task.counted.rival):
         within.look_for_prices(_LIMITS.rounds_for_bound)
-        return Findings(within.best, joint.bound(task.budget), joint.free)
+        return Findings(within.best, within.bound, joint.free)
     within.run()
     found = _and_without(within, without)
     return found if found.best is not None else _of_the_smallest(joint, found, needs)
@@ -294,7 +303,7 @@ def _and_without(within: Within, without: Without) -> Findings:
     """The findings within a budget; where the gap stays wide, also those of searches without recompute."""
     joint = within.joint
     if not within.is_wide:
-        return Findings(within.best, joint.bound(within.budget), joint.free, tuple(joint.stopped))
+        return Findings(within.best, within.bound, joint.free, tuple(joint.stopped))
     known = within.best
     found = without()
     if found.best is not None and (within.best is None or found.best.seconds < within.best.seconds):
@@ -303,7 +312,7 @@ def _and_without(within: Within, without: Without) -> Findings:
     if within.best is None or within.best is not known:
         within.polish()
     stopped = (*joint.stopped, *found.stopped)
-    return replace(found, best=within.best, bound=joint.bound(within.budget), outcome=joint.free, stopped=stopped)
+    return replace(found, best=within.best, bound=within.bound, outcome=joint.free, stopped=stopped)
 
 
 def _of_the_smallest(joint: JointSearch, found: Findings, needs: float) -> Findings:

@@ -28,6 +28,7 @@ from autopar.solver.eliminate import minimise, regions_of
 from autopar.solver.figures import budget_for, size
 from autopar.solver.integer import optimise, smallest
 from autopar.solver.limits import LIMITS
+from autopar.solver.offload import Room
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
 from autopar.solver.standing_bytes import least_standing, standing
@@ -49,6 +50,7 @@ class Task:
     gap: float  # gap at which a plan is good enough
     until: float  # a time of the monotonic clock, after which a plan that was found is not improved
     recomputes: bool = False  # whether recompute may bring a plan over the budget within it
+    room: Room | None = None  # the host, where saved values may wait on it
 
     @property
     def space(self) -> Space:

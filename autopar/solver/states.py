@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.solver.flow import Network
 from autopar.solver.limits import LIMITS
-from autopar.space.timeline import Passing, Timeline
+from autopar.space.timeline import Away, Passing, Timeline
 
 _LIMITS = LIMITS.states
 
@@ -40,6 +40,7 @@ class StepStates:
     held: np.ndarray
     passing: Passing = ()  # repeated runs that are run more than once
     hidden: float = 0.0  # further seconds of the runs, which overlap communication that nothing else hides
+    away: Away = field(default_factory=dict)  # values that wait on the host
 
     @property
     def key(self) -> tuple[Again, Passing]:

@@ -579,6 +579,6 @@ def test_losses_that_take_each_value_by_itself_are_typed(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_message_is_sent_when_all_of_it_is_made_though_another_has_moved_up():
-    """Sums of numbers share messages; one that reads another's result had been moved in front of what that one sends."""
+    """Sums of numbers share messages: one that reads another's result was moved in front of what that one sends."""
     graph, plan = drawn(675)
     assert lower(graph, plan, (0, 0, 0)).joint.backward is not None
