@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch.fx as fx
 
+from autopar.arguments import check_fits
 from autopar.graph.graph import Graph, info, rows_of_batch, type_of
 from autopar.letters import Infeasible, Letter, NotServed
 from autopar.limits import LIMITS
@@ -36,19 +37,22 @@ from autopar.stages.pipeline import FORWARD, Pipeline, StageFigures, forward_ord
 from autopar.stages.search import Atoms, Block, Choice, best_cuts
 from autopar.stages.simulate import simulated
 
-_SEVERAL = ("interleaved", "zb-v", "dualpipe-v", "greedy")  # orders that have several stages on a coordinate
+_ON_A_V = ("zb-v", "dualpipe-v")  # orders with two stages on each coordinate
+_OF_ANY_NUMBER = ("gpipe", "interleaved", "greedy")  # orders with as many stages on each coordinate as there are
 
 
 def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) -> Plan:
     """The fastest plan found of a graph in stages; `inside` plans what a stage does."""
     asked = request.pipeline
     assert isinstance(asked, Asked)
+    if asked.mesh is not None:
+        check_fits(asked.mesh.size, request.hardware)
     if asked.schedule == FORWARD:
-        plan = inside(request)
+        plan = inside(_of_a_stage(request, asked))
         pipeline = Pipeline(
             asked.whole(plan.mesh), asked.axis, FORWARD, asked.place, asked.cuts, forward_orders(asked.place)
         )
-        return replace(plan, pipeline=pipeline)
+        return replace(plan, pipeline=pipeline, cluster=str(request.hardware))
     if asked.size != "auto":
         return _in_stages(graph, request, asked, inside)
     assert isinstance(request.mesh, int)
@@ -115,7 +119,7 @@ def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> list[int]:
 
 def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
     """The fastest plan found in some micro-batches; under a budget one that saves as much as fits."""
-    freer = replace(request, memory_budget=math.inf)
+    freer = _of_a_stage(replace(request, memory_budget=math.inf), asked)
     plan = inside(freer)
     turned = request.as_planned(graph, plan, asked)
     units = units_of(turned)
@@ -131,6 +135,15 @@ def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Re
             letter = letter or e
     assert letter is not None
     raise letter
+
+
+def _of_a_stage(request: Request, asked: Asked) -> Request:
+    """The request for what a stage does, whose devices may stand apart in the mesh of all."""
+    mesh = asked.mesh
+    if mesh is None:  # the axis of stages is the first of a mesh that is searched
+        size = request.mesh if isinstance(request.mesh, int) else DeviceMesh.of(request.mesh).size
+        mesh = DeviceMesh((int(asked.size), size), (asked.axis, "stage"))
+    return replace(request, cluster=request.hardware.within_stages(mesh, asked.axis))
 
 
 class _Cutting:
@@ -186,6 +199,7 @@ class _Cutting:
             bound_of=self._bound_of(choice),
             memory=memory,
             budget=self.request.budget,
+            cluster=str(self.request.hardware),
             sources={name: seconds * step / plan.step_time_s for name, seconds in plan.sources.items()},
             peak_at=f"devices of stage{'s' * (len(full) > 1)} {', '.join(full)}",
         )
@@ -209,10 +223,15 @@ class _Cutting:
         """The fastest cut and order that fit."""
         asked = self.asked
         names = [name for name in ORDERS if name != "gpipe"] if asked.schedule == "auto" else [asked.schedule]
-        each = asked.stages_each or 2
-        if asked.cuts:
-            each = len(self.starts) // self.coordinates
-            names = [name for name in names if each == 1 or name in _SEVERAL]
+        each = len(self.starts) // self.coordinates if asked.cuts else asked.stages_each
+        if asked.cuts or (each and asked.schedule != "auto"):
+            names = [name for name in names if _has(name, each)]
+        if not names:
+            raise NotServed(
+                f"the order {asked.schedule!r} does not have {each} stages on each coordinate",
+                seen=f"cuts={list(asked.cuts)}" if asked.cuts else f"stages_each={each}",
+                advice=" or ".join(f'"{name}"' for name in ORDERS if _has(name, each)),
+            )
         room = size(self.request.budget)
         try:
             return best_cuts(merged, self.coordinates, self.whole_plan.microbatches, names, each, self.room)
@@ -252,6 +271,11 @@ def _once(found: ByBlock, ends: Sequence[tuple[int, int]], place: Sequence[int])
     for (a, z), at in zip(ends, place, strict=True):
         each[at] += float(found.once[a:z].sum())
     return max(each.values())
+
+
+def _has(name: str, each: int) -> bool:
+    """Whether an order can have `each` stages on a coordinate."""
+    return name in _OF_ANY_NUMBER or each == (2 if name in _ON_A_V else 1)
 
 
 def _moved(found: ByBlock, atoms: Atoms, order: Order, cut: Sequence[int], room: float) -> list[tuple[int, int, float]]:

@@ -35,6 +35,24 @@ def elementwise(call: TypedCall, linear: str = "") -> Type:
     return made.opened(_doubtful(types, dims))
 
 
+def as_parts(gradients: Sequence[Type]) -> Sequence[Type]:
+    """Types of gradients of one value: beside a part of a sum, single rows are parts, too.
+
+    A part has all rows of the value, so that the other gradient has one row because the value has one, and not because
+    a device has one of several.
+    """
+    axes = frozenset(a for x in gradients if not x.is_zero for a in x.sums)
+    found = []
+    for x in gradients:
+        own = axes & _axes_of_single_rows(x)
+        found.append(replace(x, dims=tuple(without(dim, own) for dim in x.dims), sums=x.sums | own))
+    return found
+
+
+def _axes_of_single_rows(x: Type) -> frozenset[str]:
+    return frozenset(a for dim in x.dims for n, own in dim if n == 1 and own != FREE for a in own)
+
+
 def met(types: Sequence[Type], place: int, rank: int, n: int, lost: frozenset[str]) -> Dim:
     """The dim of a result at one place, from the operands' dims that broadcast there."""
     found: Dim | None = None

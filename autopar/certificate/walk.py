@@ -18,18 +18,10 @@ from torch import Tensor
 from autopar.certificate import steps
 from autopar.certificate.bodies import body_of, is_body_known
 from autopar.certificate.calls import TypedCall, types_in, unknown
+from autopar.certificate.elementwise import as_parts
 from autopar.certificate.readings import Wholes
 from autopar.certificate.rules import typed
-from autopar.certificate.types import (
-    Dim,
-    Refused,
-    Type,
-    axes_of,
-    free,
-    joined,
-    lies_as,
-    plain,
-)
+from autopar.certificate.types import Dim, Refused, Type, axes_of, free, joined, lies_as, plain
 from autopar.certificate.undone_views import UndoneViews
 from autopar.certificate.views import VIEWS
 from autopar.letters import NotCertified, NotServed
@@ -70,6 +62,7 @@ class Interface:
     cuts_constants: bool = False  # whether slicing a constant shards it; otherwise it matches any sharding
     looks_inside: bool = False  # whether a view is read by the shapes that its op makes inside
     users_rule: Callable[[str], str] = lambda _: ""  # model's op -> the line of its user's rule
+    adds_gradients: Callable[[fx.Node], bool] = lambda _: False  # whether a node adds up two gradients of one value
     doubted: frozenset[fx.Node] = frozenset()  # views that are not taken to undo an earlier one of their op
     # index of an output -> the sharding of the gradient that arrives, where it is not the output's own
     tangents: Mapping[int, Any] = field(default_factory=dict)
@@ -305,6 +298,8 @@ class _Walk:
     def _made(self, node: fx.Node) -> Any:
         target = node.target
         args = fx.map_arg(node.args, self.types.__getitem__)
+        if self.interface.adds_gradients(node):
+            args = as_parts(args)
         if target is operator.getitem:
             return args[0][args[1]] if isinstance(args[0], (list, tuple)) else args[0]
         if target in _STEPS:

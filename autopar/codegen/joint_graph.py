@@ -16,6 +16,7 @@ CONVERTED = "converted"  # whether that op is a conversion
 RECOMPUTED = "recomputed"  # whether backward recomputes the node
 WANTED = "wanted"  # place in forward whose backward wants the recomputed node
 REGION = "region"  # names of the ops that run once per chunk, on the sum that ends their region
+ADDS = "adds"  # whether the node adds up two gradients of one value
 EARLY = "early"  # whether forward makes this gradient, so that backward only scales it by the arriving one
 
 

@@ -18,7 +18,7 @@ from autopar.codegen.half import Read
 from autopar.codegen.halves import Joint
 from autopar.codegen.inner_shapes import InnerShapes
 from autopar.codegen.joint import Turn, lower_jointly
-from autopar.codegen.joint_graph import BACK, OP
+from autopar.codegen.joint_graph import ADDS, BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
 from autopar.codegen.recomputed import recomputed_of
@@ -236,6 +236,7 @@ def _interface(
         wholes,
         InnerShapes(graph),
         users_rule=lambda name: said.get(name, ""),
+        adds_gradients=lambda node: node.meta.get(ADDS, False),
         tangents={} if stage is None else {i: crossing.gradient for i, crossing in enumerate(stage.leaves)},
     )
 

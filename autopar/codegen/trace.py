@@ -26,7 +26,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.codegen.buffers import read_instead
-from autopar.codegen.joint_graph import BACK, CONVERTED, OP, JointGraph
+from autopar.codegen.joint_graph import ADDS, BACK, CONVERTED, OP, JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.graph import walks
 from autopar.graph.graph import info, run
@@ -155,6 +155,7 @@ class _Composition:
         if value in self.gradients:
             before = self.gradients[value]
             both = self.graph.call_function(torch.ops.aten.add.Tensor, (before, gradient))
+            both.meta[ADDS] = True
             both.meta["val"] = torch.add(before.meta["val"], gradient.meta["val"])
             gradient = both
         self.gradients[value] = gradient

@@ -150,6 +150,8 @@ class Primals:
         self.names = dict(enumerate(program.parameters, first))
         self.storages = {i: storage[name] for i, name in self.names.items()}
         self.placements = [of_one.placements for of_one in self.storages.values()]
+        # the place among parameters of one of which this rank has a part: it tells on which device the model is
+        self.witness = next((k for k, of_one in enumerate(self.storages.values()) if of_one.is_here), None)
         self.kept = sorted(i for i in _kept_by(joint) if i in self.names)  # parameters that backward needs as they are
         self.gradients: dict[int, DTensor] = {}  # parameter -> a DTensor without memory, to lay out its gradient by
 
@@ -163,8 +165,13 @@ class Primals:
             self.gradients[primal] = known
         return like_part(gradient, known)
 
-    def check(self, parameters: Sequence[Tensor], mesh: Any) -> None:
-        """Raise where a parameter does not lie as the program reads it."""
+    def check(self, parameters: Sequence[Tensor], mesh: Any, device: torch.device) -> None:
+        """Raise where a parameter does not lie as the program reads it, or is on another device."""
+        if self.witness is not None and (moved := parameters[self.witness].device) != device:
+            raise NotServed(
+                f"the model was moved to {moved}, and its programs run on {device}",
+                advice=f"model.to({str(device)!r}) before a call; autopar.gather(model) is a plain model to move",
+            )
         whole = (Replicate(),) * mesh.ndim
         for name, parameter, lies in zip(self.names.values(), parameters, self.placements, strict=True):
             there = parameter.placements if isinstance(parameter, DTensor) else whole
@@ -326,7 +333,7 @@ class Runner:
         self, inputs: list[Tensor], parameters: list[Tensor], buffers: list[Tensor], random: RandomState
     ) -> tuple[list[Any], tuple[Tensor, ...]]:
         """Outputs, and new values of the buffers that change."""
-        self.primals.check(parameters, self.setup.mesh)
+        self.primals.check(parameters, self.setup.mesh, self.setup.device)
         if self.program.is_random and inside_backward():
             raise NotServed(
                 "the model runs a second time, inside a backward, and would draw other random numbers than the "

@@ -39,6 +39,11 @@ class Situation:
     autocast: tuple[tuple[str, torch.dtype], ...]  # kinds of devices for which autocast is on, with its dtype
     said: int = 0  # number of the state of the modules, which is their attributes and hooks
 
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether a parameter or an input wants a gradient."""
+        return any(self.trained) or any(len(leaf) == 3 and leaf[2] for leaf in self.leaves)
+
     def but_for(self, said: int) -> Situation:
         """This situation with the modules in another state."""
         return replace(self, said=said)

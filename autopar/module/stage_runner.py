@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopar.codegen.lower import Lowered, LoweredStage
 from autopar.codegen.stage_programs import Crossing
-from autopar.graph.graph import info
+from autopar.graph.graph import TensorType, info
 from autopar.graph.tensor_form import TensorForm
 from autopar.module.runner import Halves, Runner, Settlement, Setup, tangents_of
 from autopar.module.turn_runner import InTurns
@@ -64,11 +64,17 @@ class StageOnRank:
 class StageSettlement(Settlement):
     """The settlements of all stages of a rank as one, with the sums over the stages that share a parameter."""
 
-    def __init__(self, stages: Sequence[StageOnRank], sharing: Mapping[str, Any]) -> None:
+    def __init__(
+        self, stages: Sequence[StageOnRank], sharing: Mapping[str, Any], lacking: Mapping[str, TensorType]
+    ) -> None:
         self.stages = stages
         self.sharing = sharing  # parameter -> the group of ranks that store it, where several coordinates do
-        self.names = [name for stage in stages for name in stage.settlement.names]
-        self.waiting_dtypes = [dtype for stage in stages for dtype in stage.settlement.waiting_dtypes]
+        # Parameters stored here whose gradient other coordinates alone have: here it is zeros, of one number until the
+        # sum over coordinates.
+        self.lacking = lacking
+        self.names = [*(name for stage in stages for name in stage.settlement.names), *lacking]
+        dtypes = [dtype for stage in stages for dtype in stage.settlement.waiting_dtypes]
+        self.waiting_dtypes = [*dtypes, *(type_.torch_dtype for type_ in lacking.values())]
 
     def settle(self, totals: list[Tensor | None]) -> list[Tensor | None]:
         """Reduce the accumulated gradients, from a list that is emptied.
@@ -81,6 +87,17 @@ class StageSettlement(Settlement):
             mine = totals[:count]
             del totals[:count]
             found += stage.settlement.settle(mine)
+        for type_, total in zip(self.lacking.values(), totals, strict=True):
+            found.append(None if total is None else total.expand(type_.shape))
+        first = self._joined(found)
+        for name, i in sorted(first.items()):
+            gradient = found[i]
+            if name in self.sharing and gradient is not None:
+                found[i] = added_up(gradient.clone(), self.sharing[name], f"the gradient of {name}")
+        return found
+
+    def _joined(self, found: list[Tensor | None]) -> dict[str, int]:
+        """Add up the gradients that stages of this rank have of one parameter; returns the place of each."""
         first: dict[str, int] = {}
         for i, name in enumerate(self.names):
             at = first.setdefault(name, i)
@@ -89,11 +106,7 @@ class StageSettlement(Settlement):
             if at != i and gradient is not None:
                 found[at] = gradient if before is None else before + gradient
                 found[i] = None
-        for name, i in sorted(first.items()):
-            gradient = found[i]
-            if name in self.sharing and gradient is not None:
-                found[i] = added_up(gradient.clone(), self.sharing[name], f"the gradient of {name}")
-        return found
+        return first
 
 
 class _Step:
@@ -126,19 +139,22 @@ class InStages(InTurns):
         self.line.open(ways_of(lowered.staged.crossings, self.place))
         stages = [StageOnRank(stage, self) for stage in lowered.stages]
         self.stages = {stage.number: stage for stage in stages}
-        shared = [name for name, at in stored.items() if len(at) > 1 and self.line.index in at]
-        sharing = {name: setup.storage[name].mesh.get_group(0) for name in shared}
-        self.settlement = StageSettlement(stages, sharing)
-        trained = ((i, stored[name]) for i, name in self.primals.names.items() if name in lowered.staged.trained)
+        trained = {name: i for i, name in self.primals.names.items() if name in lowered.staged.trained}
         types = list(lowered.program.types.values())
-        self.elsewhere = {i: types[i].torch_dtype for i, at in trained if self.line.index not in at}
+        self.elsewhere = {i: types[i].torch_dtype for n, i in trained.items() if self.line.index not in stored[n]}
+        shared = _shared(stored, self.line.index)
+        lacks = _without_gradients(shared, stages) & trained.keys() if self.tangents else set()
+        self.lacking = {i: types[i] for name, i in trained.items() if name in lacks}
+        names = [self.primals.names[i] for i in self.lacking]
+        sharing = {name: setup.storage[name].mesh.get_group(0) for name in shared}
+        self.settlement = StageSettlement(stages, sharing, dict(zip(names, self.lacking.values(), strict=True)))
         coordinate = setup.mesh.get_coordinate()
         whole = zip(info(lowered.graph.output).outputs, self.parts, strict=True)
         self.shapes = [local_shape(type_.shape, lies, lowered.plan.mesh, coordinate) for type_, lies in whole]
 
     @property
     def gets(self) -> tuple[int, ...]:
-        return (*(i for stage in self.stages.values() for i in stage.gets), *self.elsewhere)
+        return (*(i for stage in self.stages.values() for i in stage.gets), *self.lacking, *self.elsewhere)
 
     @property
     def waits(self) -> tuple[int, ...]:
@@ -157,6 +173,8 @@ class InStages(InTurns):
             run[action.kind](step, stage, action.turn, arrivals.popleft())
         self.line.end()
         totals = [total for number in self.stages for total in step.totals.get(number, [])]
+        device = self.setup.device
+        totals += [torch.zeros((), dtype=type_.torch_dtype, device=device) for type_ in self.lacking.values()]
         return self._ended([step.outputs.get(turn, []) for turn in range(self.turns.size)], totals)
 
     # -- what travels
@@ -290,10 +308,19 @@ class InStages(InTurns):
 
     def gradients(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """Scaled gradients that turns have added up; empty ones of parameters that are elsewhere."""
-        has = [len(stage.joint.waits) for stage in self.stages.values()]
-        found = self._scaled(given, arrived, [True] * sum(has), waits)
+        found = self._scaled(given, arrived, [True] * len(self.settlement.names), waits)
         dtypes = self.elsewhere.values()
         return [*found, *(None if waits else torch.empty(0, dtype=d, device=self.setup.device) for d in dtypes)]
+
+
+def _shared(stored: Mapping[str, Sequence[int]], here: int) -> set[str]:
+    """The parameters that a coordinate stores together with others."""
+    return {name for name, at in stored.items() if len(at) > 1 and here in at}
+
+
+def _without_gradients(names: set[str], stages: Iterable[StageOnRank]) -> set[str]:
+    """Those of some parameters to which no stage of this rank gives a gradient."""
+    return names.difference(*(stage.settlement.names for stage in stages))
 
 
 def ways_of(crossings: Iterable[Crossing], place: Sequence[int]) -> set[Way]:

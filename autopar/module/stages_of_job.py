@@ -16,7 +16,7 @@ from autopar.letters import NotServed
 from autopar.runtime.faults import limit
 from autopar.runtime.owned_meshes import Far, own
 from autopar.runtime.transfers import Line, line_of, mesh_of_ranks, stage_meshes
-from autopar.runtime.world import coordinate, rank_here, world_size
+from autopar.runtime.world import coordinate, plays_several_ranks, rank_here, world_size
 from autopar.solver.plan import Plan
 from autopar.stages.pipeline import coordinates_of
 
@@ -68,7 +68,7 @@ class StagesOfJob:
         for name, stages in staged.readers.items():
             reads = coordinates_of(stages, place)
             has = self.stored[name]
-            if reads and (reads != has if name in staged.trained else not set(reads) <= set(has)):
+            if not set(reads) <= set(has):
                 raise NotServed(
                     f"this call reads the parameter {name} in other stages than those that store it",
                     seen=f"read at {reads} of the axis, stored at {has}",
@@ -100,6 +100,11 @@ class Ground:
         if pipeline is None:
             return Ground(plan.mesh.to_torch(device_type), coordinate(plan.mesh))
         pipeline.mesh.check_world(world_size())
+        if plays_several_ranks():
+            raise NotServed(
+                "stages send each other values while they compute, and ranks of one process wait for one another",
+                advice="a process for each rank: torchrun, or autopar.testing.on_processes",
+            )
         place, here = pipeline.split(rank_here())
         ranks = [pipeline.ranks(at) for at in range(pipeline.coordinates)]
         meshes = stage_meshes(device_type, ranks, plan.mesh.shape, plan.mesh.axes)

@@ -107,7 +107,7 @@ class ModelState:
         # Ranks may pass rows of a batch; the situation is that of the whole batch.
         leaves, cut = self.of_all(leaves, structure)
         situation = self.caller.situation(leaves, structure)
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() and situation.wants_gradients
         found = next((p for p in self.programs if p.has_gradients == grad and self.fits(p, situation)), None)
         if found is None or found is not self.last:  # together, before a collective of one rank meets another's
             what = (self.original.__name__, situation.of_all_ranks(), grad, found and found.number)

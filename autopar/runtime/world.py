@@ -22,7 +22,7 @@ from autopar.letters import Disagreement, Lost
 from autopar.runtime.agreement import ADVICE, doing, wait_for
 from autopar.runtime.collectives import gather_into
 from autopar.runtime.failure_log import by_text
-from autopar.runtime.private import set_timeout
+from autopar.runtime.private import plays_all_ranks, set_timeout
 from autopar.sharding.mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -107,6 +107,11 @@ def rank_here() -> int:
     """The rank of this process; `get_rank` of one that plays all ranks is not a number."""
     group: Any = dist.group.WORLD
     return int(group.rank())
+
+
+def plays_several_ranks() -> bool:
+    """Whether several ranks are in this process, as threads or as the parts of LocalTensors."""
+    return dist.get_backend() == "threaded" or plays_all_ranks()
 
 
 def coordinate(mesh: DeviceMesh) -> Sequence[int]:

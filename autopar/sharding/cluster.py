@@ -7,6 +7,7 @@ ordered from the innermost level outwards: the first joins the devices of a node
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -158,6 +159,27 @@ class Cluster:
         else:
             here = size if mesh.size <= node else _in_a_node(size, stride, node)
         return tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1) or ((1, inner),)
+
+    def within_stages(self, mesh: DeviceMesh, axis: str) -> Cluster:
+        """The machine as the devices of a stage see it; stages stand along an axis of this mesh.
+
+        The mesh is that of all devices. Nodes are as large as the parts of stages that one node holds, row-major on the
+        mesh of a stage. Where stages are divided unlike each other, their size divides that of all parts.
+        """
+        a = mesh.axis(axis)
+        in_stages = sorted(mesh.ranks or range(mesh.size), key=lambda rank: mesh.coordinate(rank)[a])
+        size = mesh.size // mesh.shape[a]
+        places = enumerate(rank // self.devices_per_node for rank in in_stages)
+        parts = itertools.groupby(places, lambda place: (place[0] // size, place[1]))
+        here = math.gcd(*(len(list(part)) for _, part in parts))
+        if a == 0 and here == min(size, self.devices_per_node):
+            return self
+        inner = math.prod(mesh.shape[a + 1 :])
+        measured = [m for m in self.measured if m.size * m.stride <= inner]
+        for m in self.measured:
+            if m.stride >= inner * mesh.shape[a] and m.stride % mesh.shape[a] == 0:
+                measured.append(replace(m, stride=m.stride // mesh.shape[a]))
+        return replace(self, devices_per_node=here, nodes=size // here, measured=tuple(measured))
 
     def of_nodes(self, nodes: int) -> Cluster:
         """The same machine with another number of nodes, by which it is named."""

@@ -1,6 +1,6 @@
 """Cut a program into stages at the borders of its blocks: a stage for every op, or none.
 
-    an op of a block             the stage of its block
+    an op of a block             the stage of its block, or a later one that makes what it reads
     an op of no block            the first stage that reads it: an embedding stands with the first block, a head last
     of inputs alone, or of       no stage: each that reads it makes its own, so that masks, positions and gathered
     parameters alone             parameters never travel
@@ -58,13 +58,13 @@ def labels_of(nodes: Sequence[fx.Node], firsts: Sequence[str]) -> Labels:
         )
     of_block = {name: bisect.bisect_right(starts, at) for at, name in enumerate(blocks)}
     anywhere = _anywhere(nodes)
+    earliest = _earliest(nodes, of_block, anywhere)
     stage: dict[fx.Node, int] = {}
     for node in reversed(nodes):
-        if node.op != "call_function" or node in anywhere:
+        if node not in earliest:
             continue
-        name = _block_among(info(node).module, of_block) if _is_work(node) else ""
-        if name:
-            stage[node] = of_block[name]
+        if _is_work(node) and _block_among(info(node).module, of_block):
+            stage[node] = earliest[node]
         elif node.target is operator.getitem and node.args[0] not in anywhere:
             continue  # the parts of an op live with it
         else:
@@ -72,7 +72,6 @@ def labels_of(nodes: Sequence[fx.Node], firsts: Sequence[str]) -> Labels:
             stage[node] = min((stage[u] for u in readers), default=len(starts))
         for part in _parts(node):
             stage[part] = stage[node]
-    _refuse_backwards(nodes, stage)
     return Labels(len(starts) + 1, stage, anywhere)
 
 
@@ -113,17 +112,19 @@ def _anywhere(nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
     return frozenset(n for n in calls if not (of_parameters[n] and of_data[n]))
 
 
-def _refuse_backwards(nodes: Sequence[fx.Node], stage: Mapping[fx.Node, int]) -> None:
-    """Raise where an op would read what a later stage makes."""
+def _earliest(
+    nodes: Sequence[fx.Node], of_block: Mapping[str, int], anywhere: frozenset[fx.Node]
+) -> Mapping[fx.Node, int]:
+    """The first stage in which each op can run: of its block, or of what it reads, if that is later.
+
+    So a module that is called again behind other blocks runs there, with its parameters stored in both stages.
+    """
+    found: dict[fx.Node, int] = {}
     for node in nodes:
-        for read in node.all_input_nodes:
-            if node in stage and stage.get(read, 0) > stage[node]:
-                raise NotServed(
-                    f"{info(node).key} is in stage {stage[node]} and reads {info(read).key}, which is in stage "
-                    f"{stage[read]}",
-                    at=info(node).source,
-                    advice="cuts between other blocks: stages run in the order in which the model runs its blocks",
-                )
+        if node.op == "call_function" and node not in anywhere:
+            own = of_block.get(_block_among(info(node).module, of_block), 0) if _is_work(node) else 0
+            found[node] = max([own, *(found.get(read, 0) for read in node.all_input_nodes)])
+    return found
 
 
 def units_of(graph: Graph) -> Units:

@@ -39,23 +39,23 @@ def best_cuts(
     coordinates: int,
     turns: int,
     names: Sequence[str] = ("1f1b", "zero-bubble", "interleaved", "zb-v", "greedy"),
-    stages_each: int = 2,
+    stages_each: int = 0,
     budget: float = math.inf,
     most: int = 50,
 ) -> Choice:
     """Find the fastest cut by simulation, of the `most` of least bound and those one block from the best.
 
     No coordinate holds more than `budget` bytes: an order that takes more is tried with fewer turns in flight first.
-    `stages_each` is for the orders that have any number of stages a coordinate. The greedy order is made for the best
-    cuts of the others.
+    `stages_each` is for the orders that have any number of stages a coordinate; of 0, one or two. The greedy order is
+    made for the best cuts of the others.
     """
     search = _Search(atoms, coordinates, turns, budget)
-    each = {"interleaved": stages_each, "zb-v": 2, "dualpipe-v": 2}
+    each = {"gpipe": stages_each or 1, "interleaved": stages_each or 2, "zb-v": 2, "dualpipe-v": 2}
     tried: list[_Tried] = []
     for name in names:
         tried += search.best(name, each.get(name, 1), most) if name != "greedy" else []
     if "greedy" in names:
-        cuts = [one.cut for one in tried] or [search.even(part) for part in {1, stages_each}]
+        cuts = [one.cut for one in tried] or [search.even(part) for part in ((stages_each,) if stages_each else (1, 2))]
         listed = [search.tried("greedy", cut) for cut in cuts if min(cut)]
         tried += [one for one in listed if one is not None]
     if not tried:

@@ -35,17 +35,19 @@ _AS_A_BATCH = "microbatches=1, and accumulation= of calls with fewer rows"
 def in_micro_batches(graph: Graph, turns: int, keeps_outputs: bool, even_one: bool = False) -> Graph:
     """The graph of one of `turns` micro-batches of the same batch.
 
-    A single one is left as it was unless `even_one`. Outputs beside a loss that are rows of a micro-batch leave it only
-    where `keeps_outputs`. A letter names an op that cannot run on some of the rows, as it depends on all of them, such
-    as batch norm in training. A graph keeps those that were made of it: a search asks for them again and again.
+    A single one is left as it was unless `even_one`: then its loss is the sum of one turn. Outputs beside a loss that
+    are rows of a micro-batch leave it only where `keeps_outputs`. A letter names an op that cannot run on some of the
+    rows, as it depends on all of them, such as batch norm in training. A graph keeps those that were made of it: a
+    search asks for them again and again.
     """
     if turns == 1 and not even_one:
         return graph
     made: dict[tuple[int, bool], Graph] = graph.fx.__dict__.setdefault("_autopar_turns", {})
     if (turns, keeps_outputs) not in made:
-        found = made[turns, keeps_outputs] = _MicroBatch(graph, turns, keeps_outputs).run()
+        found = (_MicroBatch if turns > 1 else _WholeBatch)(graph, turns, keeps_outputs).run()
         run_passes("graph", (drop_dead, one_name_per_fan_out), found, verify)
         found.fx.__dict__.pop("_autopar_keys", None)
+        made[turns, keeps_outputs] = found
     return made[turns, keeps_outputs]
 
 
@@ -187,6 +189,9 @@ class _MicroBatch(Writer):
         value = self.values[source]
         if place in self.graph.differentiable and value.lies.flow == WHOLE:  # independent of rows: one turn adds it
             return self.add_up(self.taken(source, flow(P())))
+        if value.lies.is_added and place not in self.graph.differentiable and type_of(source).requires_grad:
+            type_ = replace(type_of(source), requires_grad=False)  # backward starts from the loss alone
+            return self.add_up(self.emitted("detach", value.turn, info(source), type_))
         if value.lies.is_added:
             return self._added_up(source, self.graph.output)
         return None if value.lies.is_cut and not self.keeps_outputs else value.turn
@@ -231,6 +236,31 @@ class _MicroBatch(Writer):
         return tuple(sorted(found))
 
 
+class _WholeBatch(_MicroBatch):
+    """Copies a graph whose one turn has all rows, so that every op may look at all of them."""
+
+    def run(self) -> Graph:
+        """The graph with a total of its loss, from which the backward of a turn starts."""
+        _check(self.graph, self.turns, self.rows)
+        made: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and info(node).kind == "op" and op_name(node) == "identity":
+                made[node] = made[node.all_input_nodes[0]]  # names are given anew
+            elif node.op != "output":
+                made[node] = self.fx.node_copy(node, made.__getitem__)
+        sources = list(self.graph.output.args[0])
+        count = len(self.graph.output_names)
+        results = [self._left(i, source, made[source]) for i, source in enumerate(sources[:count])]
+        return self.ended([*results, *(made[source] for source in sources[count:])], turns=1)
+
+    def _left(self, place: int, source: fx.Node, made: fx.Node) -> fx.Node | None:
+        """An output as it leaves; None where it is rows that are not kept."""
+        if place in self.graph.differentiable:
+            return self.add_up(made)
+        is_rows = type_of(source).shape[:1] == (self.rows,)
+        return None if is_rows and not self.keeps_outputs else made
+
+
 def _check(graph: Graph, turns: int, rows: int) -> None:
     """Raise a letter where a graph cannot run in so many turns of a batch of so many rows."""
     if rows % turns:
@@ -249,14 +279,14 @@ def _check(graph: Graph, turns: int, rows: int) -> None:
     if wants := [name for name, n in graph.inputs.items() if type_of(n).requires_grad]:
         raise NotServed(
             f"the input {wants[0]} wants a gradient, which micro-batches give only to parameters",
-            advice=_AS_A_BATCH,
+            advice="detach() of the input; or microbatches=1, without stages, and accumulation=",
         )
     if graph.loss is None or graph.backward_from:
         raise NotServed(
             "micro-batches run forward and backward in one call, from one loss, and there is none, or gradients "
             "arrive beside it",
             seen=f"outputs: {', '.join(graph.output_names)}; outputs={graph.backward_from}",
-            advice='loss=, or labels among the inputs; outputs="auto"',
+            advice='loss=, or labels among the inputs; outputs="auto"; torch.no_grad() around calls that train nothing',
         )
 
 

@@ -40,8 +40,13 @@ def lowered(name, preset, **how):
 def broken(program, ways=None):
     """The same program with one of its reductions wrong, each of them in turn: where, how, and the program."""
     ways = _WAYS if ways is None else ways
-    for what, joint in _broken(program.joint, ways):
+    for what, joint in _broken(program.joint, ways) if not program.stages else ():
         yield what, dataclasses.replace(program, joint=joint)
+    for place, stage in enumerate(program.stages):
+        for what, joint in _broken(stage.joint, ways):
+            stages = list(program.stages)
+            stages[place] = dataclasses.replace(stage, joint=joint)
+            yield what, dataclasses.replace(program, stages=tuple(stages))
     for what, joint in _broken(program.ending.joint, ways) if program.ending else ():
         yield f"ending {what}", dataclasses.replace(program, ending=dataclasses.replace(program.ending, joint=joint))
 

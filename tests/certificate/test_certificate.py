@@ -15,6 +15,7 @@ import autopar
 from autopar import Precision
 from autopar.certificate import VARIABLE, Certificate, Interface, certify
 from autopar.certificate.calls import TypedCall
+from autopar.certificate.elementwise import as_parts
 from autopar.certificate.readings import Wholes, regrouped
 from autopar.certificate.rules import typed
 from autopar.certificate.types import FREE, Refused, Type, axes_of, joined, lies_as, plain
@@ -31,6 +32,7 @@ from tests.certificate.made import BOTH, MESH, NARROWER, SEQUENCE, broken, lower
 from tests.fuzz.trial import drawn
 from tests.random_plans import random_plan
 from tests.shares import by_day, diagonal, one_in
+from tests.stages.parted import lowered as parted
 
 PRESETS = (None, "dp", "zero3", "megatron", "2d", BOTH, SEQUENCE)
 KNOWN = 0.9  # of values and of ends, of these models
@@ -215,6 +217,27 @@ LIES = [  # found, due, whether that is right
 @pytest.mark.parametrize(("found", "due", "right"), LIES, ids=str)
 def test_an_end_lies_as_is_due(found, due, right):
     assert lies_as(found, due) is right
+
+
+@pytest.mark.parametrize("turns", [4, 2])
+def test_two_gradients_of_one_value_may_be_a_part_of_a_sum_and_a_single_row(turns):
+    """A bias crosses to the next stage, and its gradients meet: where a device has one row, that is not summed."""
+    for program in parted("biased", False, 2, 2, turns, axes=("pp", "dp"), parallel="dp"):
+        assert not program.certified().left_open
+        count = 0
+        for what, wrong in broken(program):
+            with pytest.raises(NotCertified):
+                wrong.certified()
+                pytest.fail(what)
+            count += 1
+        assert count >= 4
+    row = Type((ROW, LINE))
+    part = Type(((), LINE), sums=dp)
+    whole = Type(((), LINE))
+    assert as_parts([row, part]) == [part, part] and as_parts([row, row]) == [row, row]
+    assert as_parts([whole, part]) == [whole, part]
+    with pytest.raises(Refused):  # an op of the model, whose operand a device may have one row of several of
+        typed(torch.ops.aten.add.Tensor, TypedCall((row, part), {}, ((1, 3),), dp))
 
 
 def test_a_lowering_asks_for_a_certificate(monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 import autopar
 from autopar import Cluster, DeviceMesh
 from autopar.letters import BadCluster, BadSharding
+from autopar.sharding.cluster import Measured
 from autopar.sharding.costs import collective_seconds
 from autopar.sharding.topology import logical_mesh
 from autopar.space.setting import Setting
@@ -123,6 +126,39 @@ def test_an_axis_that_spans_nodes_is_priced_on_both_levels():
     assert got == pytest.approx(inner.latency_s + 28 * inner.hop_s + 3 * outer.hop_s + moved)
     flat = outer.latency_s + 31 / 32 * 1e9 / outer.bytes_per_s
     assert got < flat / 4
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2, 4), (2, 3, 4)])
+@pytest.mark.parametrize("node", [4, 8])
+def test_devices_of_a_stage_are_priced_where_they_stand(shape, node):
+    """On all links between the ranks of each stage's groups, by hand; where stages are divided unlike, no faster."""
+    for at in range(len(shape)):
+        axes = ("dp", "tp")[: len(shape) - 1]
+        mesh = DeviceMesh(shape, (*axes[:at], "pp", *axes[at:]))
+        cluster = dataclasses.replace(Cluster.of("h100-8x8"), devices_per_node=node)
+        inner, outer = cluster.links
+        inside = cluster.within_stages(mesh, "pp")
+        for i, axis in enumerate(axes):
+            of_nodes = [Counter(rank // node for rank in group).values() for group in mesh.groups(axis)]
+            counts = {count for of_group in of_nodes for count in of_group}
+            size = mesh.shape[mesh.axis(axis)]
+            here = counts.pop() if len(counts) == 1 else 1
+            right = tuple((n, link) for n, link in ((here, inner), (size // here, outer)) if n > 1)
+            found = inside.levels(mesh[axes], i)
+            if 3 not in shape:
+                assert found == right, (mesh, axis)
+            assert found[-1][1] == right[-1][1] or found[-1][1] is outer, (mesh, axis)
+    assert cluster.within_stages(DeviceMesh((2, 4), ("pp", "dp")), "pp") is cluster
+
+
+def test_what_was_measured_of_strides_holds_inside_a_stage():
+    times = [Measured("all_reduce", 2, stride, 1e-5, stride * 1e9) for stride in (1, 2, 4)]
+    cluster = dataclasses.replace(Cluster.of("h100-8x1"), measured=tuple(times))
+    mesh = DeviceMesh((2, 2, 2), ("dp", "pp", "tp"))
+    inside = cluster.within_stages(mesh, "pp")
+    for i, (axis, stride) in enumerate((("dp", 4), ("tp", 1))):
+        ((_, found),) = inside.levels(mesh["dp", "tp"], i, "all_reduce")
+        assert found.bytes_per_s == stride * 1e9, axis
 
 
 def test_a_ring_is_slower_by_a_hop_for_each_device_and_a_tree_by_one_for_each_doubling():

@@ -108,13 +108,29 @@ class Twice(nn.Module):
         return ((x - y) ** 2).mean()
 
 
+class Again(nn.Module):
+    """A block that runs once more behind the others, and a norm that all of them share."""
+
+    def __init__(self, layers: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(layers))
+        for block in self.blocks:
+            block[1] = self.blocks[0][1]
+
+    def forward(self, x, y):
+        for block in (*self.blocks, self.blocks[0]):
+            x = torch.tanh(block(x)) + x
+        return ((x - y) ** 2).mean()
+
+
 def case(name: str):
     """A model in double precision, and a batch of eight rows whose targets are ignored unequally often."""
     torch.manual_seed(0)
     if name == "unet":
         return UNet().double(), {"x": torch.randn(8, 2, 8, 8).double(), "y": torch.randn(8, 1, 8, 8).double()}
-    if name == "twice":
-        return Twice().double(), {"x": torch.randn(8, 8).double(), "y": torch.randn(8, 8).double()}
+    if name in ("twice", "again"):
+        model = Twice() if name == "twice" else Again()
+        return model.double(), {"x": torch.randn(8, 8).double(), "y": torch.randn(8, 8).double()}
     model = {"decoder": Decoder, "encoder and decoder": EncoderDecoder}[name]().double()
     ids, labels = torch.randint(24, (8, 12)), torch.randint(24, (8, 12))
     for row in range(8):

@@ -29,10 +29,33 @@ class Places(nn.Module):
         return ((x - y) ** 2).mean()
 
 
+class Biased(nn.Module):
+    """Blocks that add a bias of parameters and of data without rows, so that it crosses from one to the other."""
+
+    class Block(nn.Linear):
+        def forward(self, x, bias):
+            return torch.tanh(super().forward(x) + bias)
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 8))
+        self.layers = nn.ModuleList(self.Block(8, 8) for _ in range(2))
+
+    def forward(self, x, y, away):
+        bias = (away @ self.table)[None]
+        for layer in self.layers:
+            x = layer(x, bias)
+        return ((x - y) ** 2).mean()
+
+
 def built(name):
     """A case of `models`, or one with dropout, or one of four rows with places, of which a stage may be frozen."""
     if name == "dropout":
         return Decoder(layers=2, dropout=0.3).double(), case("decoder")[1]
+    if name == "biased":
+        torch.manual_seed(0)
+        batch = {"x": torch.randn(8, 3, 8), "y": torch.randn(8, 3, 8), "away": torch.randn(3, 4)}
+        return Biased().double(), {key: value.double() for key, value in batch.items()}
     if name in ("places", "frozen first", "frozen last"):
         torch.manual_seed(0)
         model = Places().double()

@@ -28,7 +28,7 @@ def made(model, batch, shape=(2, 2), **how):
 
 def apart(mine, right):
     """The largest difference, as a share of the largest of what is right."""
-    mine, right = (each.full_tensor() if hasattr(each, "full_tensor") else each for each in (mine, right))
+    mine, right = ((each.full_tensor() if hasattr(each, "full_tensor") else each).detach() for each in (mine, right))
     assert mine.shape == right.shape, (mine.shape, right.shape)
     return float((mine - right).abs().max() / right.abs().max().clamp(min=1e-30))
 

@@ -32,6 +32,8 @@ CASES = [
     ("twice", (4, 1), "1f1b", 2, None),
     ("twice", (2, 2), "greedy", 4, "zero1"),
     ("twice", (2, 2), "dualpipe-v", 1, "dp"),
+    ("again", (4, 1), "1f1b", 4, None),
+    ("again", (2, 2), "zb-v", 4, "zero3"),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from autopar import staging
-from autopar.testing import on_processes
+from autopar.testing import on_local_tensor, on_processes, on_threads
 from tests.stages.models import Decoder, case
 
 MESH = autopar.DeviceMesh((2, 2), ("pp", "dp"))
@@ -80,6 +80,22 @@ def test_a_mesh_with_one_stage_is_a_mesh_without():
     assert one.to_dict() == planned(mesh=autopar.DeviceMesh((2,), ("dp",))).to_dict()
 
 
+@pytest.mark.parametrize(
+    "axes, shape, of_stages, of_data", [(("pp", "dp"), (2, 4), 1, 0), (("dp", "pp"), (2, 4), 0, 1)]
+)
+def test_links_are_those_between_the_ranks(axes, shape, of_stages, of_data):
+    """On two nodes of four: what stages send, and the mean of gradients, each on its own link, by hand."""
+    cluster = autopar.Cluster.of("h100-4x2")
+    plan = planned(mesh=autopar.DeviceMesh(shape, axes), cluster=cluster, parallel="dp", pipeline={"schedule": "1f1b"})
+    link = cluster.links[of_stages]
+    stage = plan.pipeline.stages[0]
+    rows = 32 // 8 // plan.mesh.size
+    assert stage.sent_bytes == rows * 12 * 128 * 4
+    assert stage.transfer_s == pytest.approx(link.latency_s + stage.sent_bytes / link.wire("send", 2))
+    assert plan.search.counted.space.setting.cluster.levels(plan.mesh, 0)[0][1] == cluster.links[of_data]
+    assert plan.cluster == str(cluster)
+
+
 def test_stages_under_a_budget_hold_no_more():
     free = planned(pipeline={"schedule": "1f1b"})
     budget = int(0.8 * free.peak_bytes)
@@ -104,6 +120,9 @@ def test_stages_under_a_budget_hold_no_more():
         (dict(mesh=4, pipeline={"size": 2, "cuts": None}), "another kind"),
         (dict(mesh=4, pipeline=2, memory_budget="100KB"), "fits in 97.66 KiB"),
         (dict(pipeline={"schedule": "two"}), "is not known"),
+        (dict(pipeline={"schedule": "1f1b", "stages_each": 2}), '(?s)does not have 2 stages.*"gpipe" or "interleaved"'),
+        (dict(pipeline={"schedule": "zb-v", "cuts": [f"blocks.{k}" for k in (1, 2, 3, 4, 5)]}), "not have 3 stages"),
+        (dict(mesh=autopar.DeviceMesh((2, 8), ("pp", "dp")), cluster="h100-8x1"), "16 devices are asked for"),
         (dict(pipeline={"chunk": 2}), "has 'chunk'"),
         (dict(pipeline=2, parallel={"pipeline": 2}), "too"),
     ],
@@ -111,6 +130,23 @@ def test_stages_under_a_budget_hold_no_more():
 def test_what_cannot_be_staged_is_a_letter(how, said):
     with pytest.raises(autopar.Letter, match=said):
         planned(**how)
+
+
+def test_cuts_are_kept_in_every_order():
+    for schedule in ("gpipe", "interleaved", "greedy"):
+        cuts = ("blocks.2", "blocks.4", "blocks.6")
+        found = planned(pipeline={"schedule": schedule, "cuts": cuts}).pipeline
+        assert found.firsts == cuts and len(found.place) == 4, schedule
+
+
+def made_parallel(rank, model, batch):
+    autopar.autoparallelize(model, batch, mesh=MESH, microbatches=2, memory_budget="inf")
+
+
+@pytest.mark.parametrize("run", [on_threads, on_local_tensor])
+def test_ranks_of_one_process_are_refused(run):
+    with pytest.raises(autopar.NotServed, match="a process for each rank"):
+        run(4, made_parallel, *case("twice"))
 
 
 def test_a_batch_norm_is_refused_with_its_line():
