@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Cluster
+from autopar.runtime.host import HOST
 from autopar.runtime.wires import EXCHANGING
 from autopar.testing import fake_world
 
@@ -71,7 +72,8 @@ class Live(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor, maker: str) -> None:
         storage = _local(tensor).untyped_storage()
         key = storage._cdata
-        if key in self.by or not storage.nbytes() or storage.device.type == "meta":
+        is_elsewhere = storage.device.type == "meta" or HOST.holds(tensor)
+        if key in self.by or not storage.nbytes() or is_elsewhere:
             return
         self.by[key] = storage.nbytes(), maker
         self.now += storage.nbytes()

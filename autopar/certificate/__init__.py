@@ -5,6 +5,7 @@
     rules.py    the result types of each op: elementwise.py, views.py, reductions.py, products.py, layers.py and
                 experts.py have a rule for each, over calls.py
     steps.py    what each collective, and each local step, changes
+    host.py     values that wait on the host leave and return once, and nothing reads or writes their memory meanwhile
     walk.py     forward and backward of a program, from how parameters are stored to how gradients have to lie
 
 It knows the emitted graphs, how parameters are stored, and how outputs leave; it knows nothing of the plan in between,

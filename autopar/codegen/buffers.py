@@ -45,6 +45,15 @@ def buffer_of(node: fx.Node) -> fx.Node:
     return walks.origin(node, _shows_an_operand)
 
 
+def views_of(node: fx.Node) -> list[fx.Node]:
+    """The views through which this node shows its buffer, the first taken first; none for an owner."""
+    found = []
+    while _shows_an_operand(node):
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return found[::-1]
+
+
 def _shows_an_operand(node: fx.Node) -> bool:
     if node.op != "call_function" or not node.all_input_nodes:
         return False

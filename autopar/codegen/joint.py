@@ -5,6 +5,7 @@
     split                   forward: what the outputs need; backward: the rest; saved: what crosses
     in_two_parts            backward of a micro-batch once more, in two, where a pipeline's order asks for it
     schedule.PASSES         rewrite each half: when its collectives begin and end
+    wait_on_host            values that the plan has on the host leave forward, and come back in backward
 
 Nothing here knows the rank's process groups: a collective names its mesh axis, and `bind` puts the axis in its place.
 """
@@ -12,8 +13,8 @@ Nothing here knows the rank's process groups: a collective names its mesh axis, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
@@ -27,6 +28,7 @@ from autopar.codegen.half import Half, Read, fetched
 from autopar.codegen.halves import Joint, split
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
+from autopar.codegen.offloaded import EVERYTHING_STAYS, Offloaded, wait_on_host
 from autopar.codegen.recomputed import NOTHING, Recomputed
 from autopar.codegen.trace import trace
 from autopar.graph.graph import info, op_name
@@ -70,38 +72,33 @@ ALONE = Turn()
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Decisions of a plan beside its choices: how parameters are gathered and reduced, and what is recomputed."""
+    """Decisions of a plan beside its choices: how parameters travel, and where values are between the halves."""
 
-    regathered: frozenset[str]  # parameters
-    scattered: frozenset[str]
-    reads: Mapping[str, Read]
-    recomputed: Recomputed
+    regathered: frozenset[str] = frozenset()  # parameters
+    scattered: frozenset[str] = frozenset()  # parameters whose gradients are reduced in every micro-batch
+    reads: Mapping[str, Read] = field(default_factory=dict)  # parameter -> its first read in forward
+    recomputed: Recomputed = NOTHING  # values that backward makes again
+    offloaded: Offloaded = EVERYTHING_STAYS  # values that wait for backward on the host
     turn: Turn = ALONE
 
     @property
     def key(self) -> Hashable:
         """A key that is equal for equal states."""
-        states = self.regathered, self.scattered, tuple(sorted(self.reads.items())), self.recomputed.key
-        return *states, self.turn
+        parameters = self.regathered, self.scattered, tuple(sorted(self.reads.items()))
+        return *parameters, self.recomputed.key, self.offloaded.key, self.turn
+
+
+PLAIN = States()
 
 
 def lower_jointly(
-    program: LocalProgram,
-    differentiable: Sequence[int],
-    regathered: Iterable[str] = (),
-    scattered: Iterable[str] = (),
-    reads: Mapping[str, Read] | None = None,
-    recomputed: Recomputed = NOTHING,
-    device: str = "cpu",
-    turn: Turn = ALONE,
+    program: LocalProgram, differentiable: Sequence[int], states: States = PLAIN, device: str = "cpu"
 ) -> Joint:
     """Trace a program with its gradients, rewrite it, split it into halves and schedule their collectives.
 
-    Equal programs are lowered once in a process. Gradients of `scattered` parameters are reduced in every micro-batch;
-    `reads` says where each parameter is first read; what is `recomputed` is not saved, and backward makes it again.
-    The nodes that run once before the first turn get a graph of their own, as do the two parts of backward.
+    Equal programs are lowered once in a process. The nodes that run once before the first turn get a graph of their
+    own, as do the two parts of backward.
     """
-    states = States(frozenset(regathered), frozenset(scattered), reads or {}, recomputed, turn)
     key = (program.fingerprint, tuple(differentiable), states.key, device, regrouped(program))
     with TRACING:
         return LOWERED.get(key, lambda: _lower(program, differentiable, states, device))
@@ -128,6 +125,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
         halves = replace(halves, parts=in_two_parts(halves))
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
     _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, program)
+    wait_on_host(halves, states.offloaded)
     return replace(halves, sent=sent)
 
 

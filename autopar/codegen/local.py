@@ -107,6 +107,7 @@ class Localiser:
         self.rows = rows
         self.conversions = {(c.target, c.operand): c for c in plan.conversions}
         self.recomputed = plan.recomputed
+        self.offloaded = plan.offloaded
         self.fx = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.types: dict[str, TensorType] = {}
@@ -149,10 +150,15 @@ class Localiser:
         )
 
     def _note(self, node: fx.Node) -> str:
-        """A remark that the plan recomputes the value of this node, and why; empty where the value is saved."""
+        """A remark why the value is recomputed, or where it waits on the host; empty where it is saved."""
         about = info(node) if node.op == "call_function" else None
-        names = self.recomputed.intersection((about.key, *about.names)) if about else ()
-        return text.why_recomputed(self.plan, min(names)) if names else ""
+        names = (about.key, *about.names) if about else ()
+        if again := self.recomputed.intersection(names):
+            return text.why_recomputed(self.plan, min(again))
+        if moved := [name for name in names if name in self.offloaded]:
+            gone, comes = self.offloaded[moved[0]]
+            return f"on the host from behind {gone} until before the backward of {comes}"
+        return ""
 
     def _of_kind(self, kind: str) -> list[fx.Node]:
         return [n for n in self.graph.nodes if info(n).kind == kind]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +16,11 @@ from autopar.codegen.exchanges import check_exchanges
 from autopar.codegen.half import Read
 from autopar.codegen.halves import Joint
 from autopar.codegen.inner_shapes import InnerShapes
-from autopar.codegen.joint import Turn, lower_jointly
+from autopar.codegen.joint import States, Turn, lower_jointly
 from autopar.codegen.joint_graph import ADDS, BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
+from autopar.codegen.offloaded import offloaded_of
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.stage_programs import Crossing, Crossings, StagedProgram, StageProgram, in_stages
 from autopar.codegen.turn_programs import Beginning, Ending, in_parts, lowered_ending
@@ -166,29 +166,22 @@ def _lowered(
     differentiable = graph.differentiable if gradients else ()
     regathered = [name for name in plan.regathered if name in reads and not reads[name].stays]
     recomputed = recomputed_of(graph, plan, program, device)
-    lowering = functools.partial(
-        lower_jointly,
-        regathered=regathered,
-        scattered=plan.scattered,
-        reads=reads,
-        recomputed=recomputed,
-        device=device,
-    )
+    offloaded = offloaded_of(graph, plan, program)
+    states = States(frozenset(regathered), plan.scattered, reads, recomputed, offloaded)
     if graph.turns == 1 and plan.pipeline is None:
-        return Lowered(graph, plan, program, lowering(program, differentiable), rows)
+        return Lowered(graph, plan, program, lower_jointly(program, differentiable, states, device), rows)
     parts = in_parts(program, graph, plan.regathered)
     in_turn = Turn(parts.once)
-    lowering = functools.partial(lowering, turn=in_turn)
     crossings = Crossings(plan, plan.mesh, coordinate)
     ending = lowered_ending(parts, crossings.local_type, device, gradients)
     if plan.pipeline is None:
-        joint = lowering(parts.turn, (parts.seed,))
+        joint = lower_jointly(parts.turn, (parts.seed,), replace(states, turn=in_turn), device)
         return Lowered(graph, plan, parts.turn, joint, rows, ending, parts.beginning)
     staged = in_stages(parts, plan.pipeline, crossings, place)
     stages = []
     for of in staged.programs:
         of_stage = replace(in_turn, in_parts=plan.pipeline.is_parted(of.stage))
-        joint = lowering(of.program, of.ends if gradients else (), turn=of_stage)
+        joint = lower_jointly(of.program, of.ends if gradients else (), replace(states, turn=of_stage), device)
         stages.append(LoweredStage(of, joint, ending if of.is_last else None))
     return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, None, tuple(stages), staged)
 

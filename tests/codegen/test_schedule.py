@@ -276,7 +276,7 @@ def test_a_bucket_begins_with_what_is_read_of_it():
     program = local_program(graph, plan, (0,))
     names = list(graph.parameters)
     joint.LOWERED.clear()
-    lowered = joint.lower_jointly(program, graph.differentiable, scattered=names[1:3])
+    lowered = joint.lower_jointly(program, graph.differentiable, joint.States(scattered=frozenset(names[1:3])))
     begun = lowered.hold.find_nodes(op="call_function", target=BEGIN["all_reduce"])
     assert [len(n.args[0].args[0]) for n in begun] == [2]
     parts = [v for v in lowered.hold.output_node().args[0] if v.target is operator.getitem]
