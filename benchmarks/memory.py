@@ -72,7 +72,7 @@ class Live(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor, maker: str) -> None:
         storage = _local(tensor).untyped_storage()
         key = storage._cdata
-        is_elsewhere = storage.device.type == "meta" or HOST.holds(tensor)
+        is_elsewhere = storage.device.type == "meta" or HOST.holds(_local(tensor))
         if key in self.by or not storage.nbytes() or is_elsewhere:
             return
         self.by[key] = storage.nbytes(), maker

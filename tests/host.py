@@ -1,0 +1,46 @@
+"""Plans whose values wait on the host for backward, and counts of what waits there."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from autopar import Plan
+from autopar.codegen import joint
+from autopar.runtime.host import HOST
+from autopar.space import timeline
+
+
+def travels(plan: Plan, wanted=lambda name: True, ahead: int = 2) -> dict[str, tuple[str, str]]:
+    """Where values of a plan may travel: gone some ops behind the last that reads them, and back as many before.
+
+    By how many differs from value to value, from none to `ahead`.
+    """
+    ops = [name for name, d in plan.decisions.items() if d.kind == "op"]
+    at = {name: i for i, name in enumerate(ops)}
+    last = dict(at)
+    for name in ops:
+        for source in plan.decisions[name].reads:
+            if source in last:
+                last[source] = max(last[source], at[name])
+    last |= {c.name: at.get(c.target, len(ops) - 1) for c in plan.conversions}
+    again = {*plan.recomputed, *plan.regathered}
+    found = {}
+    for i, (name, read) in enumerate(last.items()):
+        if wanted(name) and name not in again:
+            op = ops[min(read + i % (ahead + 1), len(ops) - 1)]
+            found[name] = op, op
+    return found
+
+
+@contextlib.contextmanager
+def small_values_travel():
+    """Values of any size may leave, and what has left is overwritten on the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeline, "SMALL", 0)
+        patch.setattr(HOST, "overwrites", True)
+        joint.LOWERED.clear()
+        HOST.restart()
+        yield patch
+    joint.LOWERED.clear()
