@@ -1,4 +1,4 @@
-"""Measure this machine while all ranks run: collectives by axis and size, ops by size, optimizers, and overlap.
+"""Measure this machine while all ranks run: collectives, its host, ops by size, optimizers, and overlap.
 
 Every rank of the job runs it (`autopar calibrate`). The collectives are those that emitted programs call, with their
 packing, the ops are ATen code as emitted programs hold it. Of a repetition the slowest rank counts, and of repetitions
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.calibrate.collectives import SIZES, of_axes, timed
+from autopar.calibrate.host import node_bytes, of_host
 from autopar.calibrate.limits import LIMITS
 from autopar.calibrate.stages import Stages
 from autopar.calibrate.steps import beside_its_parts
@@ -60,6 +61,7 @@ def calibrate(
         else Link("nobody else", 1e-6, 1e12)
     )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
+    host = of_host(device, local, repetitions, stages)
     ops, figures = _alone(mesh, device, min(5, repetitions), workloads, stages)
     hidden = 1.0
     if mesh.size > 1:
@@ -82,6 +84,7 @@ def calibrate(
         measured,
         ops,
         hidden,
+        host=host,
     )
     if ops and device == "cpu":
         slope, height = stages.run("whole steps", 0, lambda _: list(beside_its_parts(mesh, cluster, repetitions)))
@@ -105,6 +108,7 @@ def merged(base: Cluster, found: Cluster) -> Cluster:
         hidden=found.hidden,
         together=found.together if found.timed else base.together,
         step_s=found.step_s if found.timed else base.step_s,
+        host=found.host or base.host,
         sources=tuple(sorted({**dict(base.sources), **dict(found.sources)}.items())),
     )
 
@@ -328,7 +332,7 @@ def _device(device: str, local: int, figures: Sequence[float]) -> Device:
         memory = about.total_memory
     else:
         name = "CPU rank"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+        memory = node_bytes() // local
     return Device(
         name,
         tuple(sorted(rates)),

@@ -62,6 +62,11 @@ def measure(
         f"{m.kind:<15} of {m.size} ranks, {m.stride} apart: {m.latency_s:.3g} s + bytes / {m.bytes_per_s:.3g} B/s"
         for m in cluster.measured
     ]
+    if cluster.host:
+        lines.append(
+            f"host {cluster.host}; both ways at once {cluster.host.both_bytes_per_s:.3g} B/s, a copy's start "
+            f"{cluster.host.latency_s:.2g} s, AdamW {cluster.host.adamw_params_per_s:.3g} parameters/s a rank"
+        )
     lines += [
         f"{len(cluster.timed)} ops and optimizers measured by size; compute hides {cluster.hidden:.0%} of a "
         "collective beside it"

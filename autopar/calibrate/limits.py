@@ -30,6 +30,9 @@ class Limits:
     ahead_s: float = 2e-3  # seconds of work that are queued on a GPU in front of what is timed
     shared_s: float = 60e-3  # least seconds of a repetition of ranks that share a core, whose turns last milliseconds
     pair_s: float = 4e-3  # the same for two ranks, as there are many pairs
+    host_repetitions: int = 5  # most repetitions of copies to the host, and of AdamW there
+    host_s: float = 20e-3  # least seconds of a repetition of these
+    host_parameters: int = 2**22  # parameters of an AdamW there: with gradient and states 64 MiB, more than most caches
     collective_s: float = 1e-6  # least seconds of a collective: none is faster than a function that does nothing
     products: int = 3  # products of two squares between a collective and the next, about two milliseconds
     square: int = 256  # rows and columns of such a square

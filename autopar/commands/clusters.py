@@ -20,6 +20,6 @@ def cluster_of(name: str | None, fabric: str | None = None) -> Cluster:
 
 
 def notes_of(cluster: Cluster) -> list[str]:
-    """Lines about a cluster: which of several parts of its name it is, and which fabric was named."""
-    said = [("part", cluster.part), ("fabric", cluster.fabric)]
+    """Lines about a cluster: which of several parts it is, the fabric that was named, and its host."""
+    said = [("part", cluster.part), ("fabric", cluster.fabric), ("host", str(cluster.host or ""))]
     return [f"{what:<9} {cluster.name}: {text}" for what, text in said if text]

@@ -267,7 +267,8 @@ class Cluster:
             if match and match[1] in known:
                 cluster = _read(match[1], folder.joinpath(f"{match[1]}.json"))
                 if match[3]:
-                    cluster = replace(cluster, devices_per_node=int(match[3])).of_nodes(int(match[4]))
+                    host = cluster.host and cluster.host.of_share(int(match[3]) / cluster.devices_per_node)
+                    cluster = replace(cluster, devices_per_node=int(match[3]), host=host).of_nodes(int(match[4]))
                 return cluster.with_fabric(float(match[2])) if match[2] else cluster
             raise BadCluster(
                 f"no cluster is called {str(given)!r}",

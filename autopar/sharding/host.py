@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,8 +10,8 @@ class Host:
     """The host of a node: its memory, and the link of each of its devices while all devices use theirs."""
 
     name: str
-    down_bytes_per_s: float  # a device to pinned memory
-    up_bytes_per_s: float  # back to the device
+    down_bytes_per_s: float  # bytes that a device sends to pinned memory
+    up_bytes_per_s: float  # bytes that it gets back
     latency_s: float  # seconds of the smallest copy
     bytes: int  # memory of a node
     both_bytes_per_s: float = 0.0  # both ways together, at once; 0: nobody measured it
@@ -21,8 +21,13 @@ class Host:
         for name in ("down_bytes_per_s", "up_bytes_per_s", "bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: {getattr(self, name)!r}, where a host has some")
-        if self.latency_s < 0:
-            raise ValueError(f"latency_s: {self.latency_s!r}, where time goes forward")
+        for name in ("latency_s", "both_bytes_per_s", "adamw_params_per_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not a number from 0")
+
+    def __str__(self) -> str:
+        gigabytes = f"{self.down_bytes_per_s / 1e9:.4g} GB/s down, {self.up_bytes_per_s / 1e9:.4g} up a device"
+        return f"{self.name}: {gigabytes}, {self.bytes / 2**30:.5g} GiB a node"
 
     def down_s(self, nbytes: float) -> float:
         """Seconds of a copy from a device to the host."""
@@ -31,3 +36,7 @@ class Host:
     def up_s(self, nbytes: float) -> float:
         """Seconds of a copy from the host to a device."""
         return self.latency_s + nbytes / self.up_bytes_per_s
+
+    def of_share(self, share: float) -> Host:
+        """The host of so large a share of the node's devices, which has that share of its memory."""
+        return replace(self, bytes=max(1, round(share * self.bytes)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, DeviceMesh
-from autopar.calibrate import collectives
+from autopar.calibrate import collectives, host
 from autopar.calibrate.calibration import Alone, calibrate, merged
 from autopar.calibrate.collectives import KINDS, fit
 from autopar.calibrate.stages import Stages
@@ -24,6 +25,7 @@ from autopar.cli import main
 from autopar.runtime.collectives import STEPS
 from autopar.sharding.cluster import Measured, Timed
 from autopar.sharding.costs import OPTIMIZERS, collective_seconds, measured_seconds
+from autopar.sharding.host import Host
 from autopar.solver import solve
 from autopar.solver.budget import Budgeted
 from autopar.solver.plan_of_choices import plan_of
@@ -105,11 +107,52 @@ def test_every_axis_and_collective_is_measured_and_all_ranks_agree(processes):
         (kind, 2, stride) for kind in KINDS for stride in (1, 2)
     }
     assert everyone[0].device.kernels == "cpu" and everyone[0].devices_per_node == 4
+    assert everyone[0].host.down_bytes_per_s > 0 < everyone[0].host.adamw_params_per_s
     assert [t.op for t in everyone[0].timed] == ["relu", *(f"optimizer {name}" for name in OPTIMIZERS)]
     assert (
         all(seconds > 0 for t in everyone[0].timed for _, seconds in (*t.forward, *t.backward))
         and 0 <= everyone[0].hidden <= 1
     )
+
+
+def test_the_host_is_measured_and_is_in_the_profile(processes, tmp_path):
+    everyone = processes(2, host_with_slow_ways)
+    assert everyone[0] == everyone[1]
+    usual, slow = everyone[0]
+    # A copy of memory to memory: between what a disk and what a cache would give, on any machine of these years.
+    assert all(1e8 < rate < 1e12 for rate in (usual.down_bytes_per_s, usual.up_bytes_per_s, usual.both_bytes_per_s))
+    assert usual.latency_s < 1e-3 and 1e6 < usual.adamw_params_per_s < 1e11
+    assert usual.bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # One rank waits 2 ms and 2 ns a byte for a copy down: all find a start and a rate near these, and the other way as
+    # it was; both ways together take what a copy down takes, in which twice the bytes pass.
+    assert slow.latency_s == pytest.approx(2e-3, rel=0.3) and slow.down_bytes_per_s == pytest.approx(5e8, rel=0.3)
+    assert slow.up_bytes_per_s > 2 * slow.down_bytes_per_s and 6e8 < slow.both_bytes_per_s < 1.3e9
+    cluster = replace(Cluster.of("h100-4x1"), host=slow)
+    cluster.save(tmp_path / "mine.json")
+    assert Cluster.of(tmp_path / "mine.json").host == slow and merged(Cluster.of("h100"), cluster).host == slow
+    assert merged(cluster, replace(cluster, host=None)).host == slow
+
+
+def host_with_slow_ways(rank):
+    def measured():
+        return host.of_host("cpu", 2, 3, Stages(out=io.StringIO()))
+
+    swift = host.WAYS["down"]
+
+    def slow(size, device):
+        run = swift(size, device)
+
+        def wait():
+            end = time.perf_counter() + (2e-3 + 2e-9 * size) * (rank == 1)
+            run()
+            while time.perf_counter() < end:
+                time.sleep(1e-4)
+
+        return wait
+
+    usual = measured()
+    host.WAYS["down"] = host._down = slow
+    return usual, measured()
 
 
 def test_a_slow_collective_shows(processes, monkeypatch):
@@ -455,6 +498,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         timed=(Timed("relu", "float32", ((1.0, 2.0), (3.0, 4.0)), ((1.0, 5.0),), at=64.0),),
         hidden=0.5,
         measured=(Measured("all_gather", 2, 1, 1e-3, 1e9, ((8.0, 1e-3), (64.0, 2e-3))),),
+        host=Host("slot", 25e9, 24e9, 1e-5, 2**40, 36e9, 1.5e9),
     )
     cluster.save(tmp_path / "kept.json")
     assert Cluster.of(tmp_path / "kept.json") == cluster
