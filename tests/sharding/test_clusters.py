@@ -1,5 +1,6 @@
 """The files of device classes: figures of their data sheets in the right units, seconds of a hand, and plans."""
 
+import json
 from importlib import resources
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, DeviceMesh
+from autopar.letters import BadCluster
 from autopar.sharding.certainty import PEAK, REACHED, source_of_links
 from autopar.sharding.cost_model import CostModel
 from autopar.sharding.costs import collective_seconds
@@ -77,6 +79,41 @@ def test_a_product_and_a_gather_take_what_a_hand_computes(name, seconds, gathere
     assert CostModel(cluster).forward(product(8192, 8192, 8192))[0] == pytest.approx(seconds, rel=0.02)
     levels = cluster.levels(DeviceMesh(8), 0, "all_gather")
     assert collective_seconds("all_gather", levels, 2.0**30) == pytest.approx(gathered, rel=0.01)
+
+
+# GB/s a direction by data sheets: lanes of 16 and 32 GT/s with 128 of 130 bits, and half of the 900 of NVLink-C2C.
+SLOTS = {"PCIe 4.0 x16": 31.5, "PCIe 5.0 x16": 63.0, "NVLink-C2C to Grace": 450.0}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_host_reaches_most_of_its_slot_and_says_where_its_figures_are_from(name):
+    cluster = Cluster.of(name)
+    host, said = cluster.host, dict(cluster.sources)["host"]
+    slot, _, shared = host.name.partition(" for ")
+    assert name == "generic" or slot in SLOTS
+    most = SLOTS.get(slot, 31.5) * 1e9 / (2 if shared else 1)
+    least = 0.35 if slot.startswith("NVLink") else 0.7
+    assert all(least * most < rate < most for rate in (host.down_bytes_per_s, host.up_bytes_per_s))
+    assert host.both_bytes_per_s == 0.0 and host.latency_s == 1e-5 and ("assumption" in said or name == "generic")
+    assert (host.adamw_params_per_s > 0) == ("adamw_params_per_s:" in said)
+    assert host.bytes / cluster.devices_per_node > 0.8 * cluster.device.memory_bytes
+
+
+def test_a_part_of_a_node_has_a_part_of_its_host():
+    whole, part, more = (Cluster.of(name).host for name in ("h100", "h100-2x3", "h100@100G-8x4"))
+    assert whole.bytes == 32 * 64 * 2**30 == more.bytes == 4 * part.bytes
+    assert part.down_bytes_per_s == whole.down_bytes_per_s
+    assert part.down_s(52e9) == pytest.approx(1.0, rel=1e-4) and part.up_s(0) == 1e-5
+    assert str(part) == "PCIe 5.0 x16: 52 GB/s down, 51 up a device, 512 GiB a node"
+
+
+@pytest.mark.parametrize("key", ["down_bytes_per_s", "up_bytes_per_s", "bytes", "latency_s", "adamw_params_per_s"])
+def test_a_host_that_cannot_be_is_a_letter_with_its_place(key, tmp_path):
+    data = json.loads(resources.files("autopar.sharding").joinpath("clusters", "h100.json").read_text())
+    data["host"][key] = -1
+    (tmp_path / "wrong.json").write_text(json.dumps(data))
+    with pytest.raises(BadCluster, match=f"host.*{key}|{key}.*host"):
+        Cluster.of(tmp_path / "wrong.json")
 
 
 def test_a_rack_of_72_is_one_node():
