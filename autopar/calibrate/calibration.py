@@ -80,7 +80,7 @@ def calibrate(
         (link,),
         local,
         max(1, mesh.size // local),
-        (("measured", how),),
+        (("host", f"measured: {how}"), ("measured", how)),
         measured,
         ops,
         hidden,

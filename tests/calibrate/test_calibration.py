@@ -108,6 +108,8 @@ def test_every_axis_and_collective_is_measured_and_all_ranks_agree(processes):
     }
     assert everyone[0].device.kernels == "cpu" and everyone[0].devices_per_node == 4
     assert everyone[0].host.down_bytes_per_s > 0 < everyone[0].host.adamw_params_per_s
+    of_a_file = Cluster.of("h100-4x1")
+    assert "Azure" in dict(of_a_file.sources)["host"] and "Azure" not in str(merged(of_a_file, everyone[0]).sources)
     assert [t.op for t in everyone[0].timed] == ["relu", *(f"optimizer {name}" for name in OPTIMIZERS)]
     assert (
         all(seconds > 0 for t in everyone[0].timed for _, seconds in (*t.forward, *t.backward))
