@@ -112,14 +112,15 @@ class Request:
         """The request that a plan answers, as far as the plan tells."""
         cluster: str | None = plan.cluster.partition(" ")[0]
         try:
-            Cluster.of(cluster)
+            has_host = Cluster.of(cluster).host is not None
         except BadCluster:  # The file that it was read from is elsewhere.
             cluster = None
+            has_host = False
         return Request(
             mesh=plan.mesh,
             cluster=cluster,
             memory_budget=None if math.isinf(plan.budget) else plan.budget,
-            host_budget=plan.host_budget,
+            host_budget=plan.host_budget if has_host else 0,
             optimizer=plan.optimizer,
             precision=Precision(*plan.precision) if plan.precision else None,
             loss=loss,

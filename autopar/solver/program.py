@@ -62,7 +62,7 @@ def solve(
     if space.memory is None or not (may_change or recompute not in ("auto", "none")):
         found = without()
     else:
-        found = recomputing(task, recompute if room is None else "auto", without)
+        found = recomputing(task, recompute, without)
     best = found.best
     if math.isfinite(rival) and (best is None or best.seconds >= rival):
         raise Outdone(found.bound)

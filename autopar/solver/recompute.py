@@ -34,6 +34,8 @@ Without = Callable[[], Findings]
 
 def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
     """The findings with recompute, by a policy or by the joint search; `without` searches without it."""
+    if policy == "none":
+        return _on_host_alone(task, without())
     if policy == "auto":
         return _auto(task, without)
     search = PolicySearch(task, policy)
@@ -47,6 +49,21 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
     if policy in ALL_STATES and search.best is not None and task.has_budget:
         search.raise_bound(_bound_of_any_states(task, search.best))
     return search.findings
+
+
+def _on_host_alone(task: Task, found: Findings) -> Findings:
+    """The findings of a search without recompute, or a faster plan whose values wait on the host."""
+    joint = JointSearch.of(task)
+    if joint is None:
+        return found
+    best = found.best
+    shardings = [p for p in (*frontier(joint.free.points), *task.counted.small().points) if math.isfinite(p.seconds)]
+    for lined in [joint.first, *(Lined.of(task, point) for point in shardings)]:
+        if best is None or lined.point.seconds < best.seconds:
+            plan = lined.within(task.budget)
+            best = plan if plan is not None else best
+    bound = joint.bound_beside_host(task.budget, math.inf if best is None else best.seconds)
+    return replace(found, best=best, bound=bound, outcome=joint.free)
 
 
 def _take_more(search: PolicySearch, without: Without) -> None:
