@@ -29,9 +29,11 @@ from autopar.solver.by_block import by_block
 from autopar.solver.figures import size
 from autopar.solver.plan import Plan
 from autopar.solver.rivals import PricedSpace
+from autopar.solver.stage_bytes import Program
 from autopar.stages.asked import Asked
 from autopar.stages.blocks import ByBlock, Units
 from autopar.stages.cuts import units_of
+from autopar.stages.held import most_held
 from autopar.stages.orders import ORDERS, Order
 from autopar.stages.pipeline import FORWARD, Pipeline, StageFigures, forward_orders
 from autopar.stages.search import Atoms, Block, Choice, best_cuts
@@ -173,7 +175,9 @@ class _Cutting:
         firsts = [self.starts[at] for at in accumulate(choice.cut, initial=0) if at < len(self.starts)]
         ends = list(pairwise((*firsts, len(found.names))))
         place = choice.order.place
-        memory, most = _memory(found, ends, choice, self.borders)
+        prices, _ = merged.prices(choice.cut)
+        program = Program(self.search.counted.space, self.search.point, self.units)
+        memory, most = _memory(program, found, ends, choice, prices.hops(place))
         step = choice.run.seconds + _once(found, ends, place)
         figures = _figures(found, ends, choice, merged, self.borders)
         pipeline = Pipeline(
@@ -336,25 +340,25 @@ def _merged(atoms: Atoms, starts: Sequence[int]) -> Atoms:
 
 
 def _memory(
-    found: ByBlock, ends: Sequence[tuple[int, int]], choice: Choice, borders: Sequence[float]
+    program: Program, found: ByBlock, ends: Sequence[tuple[int, int]], choice: Choice, hops: Sequence[float]
 ) -> tuple[dict[str, int], dict[int, int]]:
     """Bytes of the fullest coordinate by kind, and the most of each."""
-    place = choice.order.place
-    saved = [float(found.saved[a:z].sum()) for a, z in ends]
-    held = choice.order.most_held(saved, [float(found.waiting[a:z].sum()) for a, z in ends])
-    stands = {**found.standing, "gathered parameters": found.gathered}
+    stages, messages = program.stages(ends)
     by_kind: dict[int, dict[str, float]] = {}
-    for at in sorted(set(place)):
-        own = [blocks for blocks, of in zip(ends, place, strict=True) if of == at]
-        blocks = [unit for a, z in own for unit in range(a, z)]
-        kinds = {kind: float(of[blocks].sum()) for kind, of in stands.items()}
-        travels = sum(borders[a - 1] for a, _ in own if a) + sum(borders[z - 1] for _, z in own if z < len(found.names))
-        turns = held[at] + max(0.0, *(found.runs(a, z) for a, z in own)) + travels
-        after = float(found.after[:, blocks].sum(1).max())
-        if after > sum(kinds.values()) + turns:  # nothing is in flight when parameters are stepped
+    for at, held in enumerate(most_held(choice.order, choice.run, hops, stages, messages)):
+        own = [stage for stage, of in enumerate(choice.order.place) if of == at]
+        blocks = {unit for stage in own for unit in range(*ends[stage])}
+        kinds = program.stands(blocks)
+        if begun := sum(stages[stage].begun for stage in own):
+            kinds["gathered parameters"] = kinds.get("gathered parameters", 0.0) + begun
+        after = float(found.after[:, sorted(blocks)].sum(1).max())
+        if after > sum(kinds.values()) + held.total:  # nothing is in flight when parameters are stepped
+            sums = sum(stages[stage].gradients for stage in own)
+            kinds["gradients"] = kinds.get("gradients", 0.0) + sums
             by_kind[at] = {**kinds, "step temporaries": after - sum(kinds.values())}
         else:
-            by_kind[at] = {**kinds, "saved activations": held[at], "transients": turns - held[at]}
+            kinds["gradients"] = kinds.get("gradients", 0.0) + held.gradients
+            by_kind[at] = {**kinds, "saved activations": held.saved, "transients": held.transients}
     most = {at: round(sum(kinds.values())) for at, kinds in by_kind.items()}
     fullest = max(most, key=lambda at: most[at])
     return {kind: round(nbytes) for kind, nbytes in by_kind[fullest].items()}, most

@@ -170,6 +170,7 @@ class InStages(InTurns):
                 arrivals.append(self._expect(self.order[at + 1]))
             stage = self.stages[action.stage]
             self.turns.index = action.turn
+            self.line.let_go()
             run[action.kind](step, stage, action.turn, arrivals.popleft())
         self.line.end()
         totals = [total for number in self.stages for total in step.totals.get(number, [])]
@@ -214,6 +215,7 @@ class InStages(InTurns):
             step.here.pop((crossing.name, stage.number, turn)) if arrival is None else arrival.wait()
             for crossing, arrival in zip(stage.of.arrives, arrivals, strict=True)
         ]
+        arrivals.clear()
         held = [step.primals[i] for i in stage.held]
         if stage.number not in step.begun:
             step.begun[stage.number] = stage.halves.begin(*rows, *came, *held)
@@ -281,6 +283,7 @@ class InStages(InTurns):
                 total = of_one if total is None else total + of_one
             assert total is not None
             found.append(_as_traced(total, next(forms)))
+        arrivals.clear()  # so that backward can free each gradient behind its last reader
         return found
 
     # -- the end of a step

@@ -50,6 +50,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed.tensor.debug
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._library.custom_ops import OPDEFS
@@ -409,3 +410,8 @@ def profiler_runs() -> bool:
 def inside_backward() -> bool:
     """Whether this thread is inside a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def forget_shardings() -> None:
+    """Forget the results of DTensor's operations, which hold the mesh of the world in which each first ran."""
+    torch.distributed.tensor.debug._clear_sharding_prop_cache()

@@ -56,8 +56,11 @@ class Line:
     def send(self, value: Tensor, way: Way) -> None:
         """Begin to send a value to another coordinate."""
         lies = value.contiguous()
-        self.sent = [(work, kept) for work, kept in self.sent if not work.is_completed()]
         self.sent.append((self._begin(lies, way), lies))
+
+    def let_go(self) -> None:
+        """Free what was sent and has been received."""
+        self.sent = [(work, kept) for work, kept in self.sent if not work.is_completed()]
 
     def receive(self, into: Tensor, way: Way) -> Arrival:
         """Begin to receive a value from another coordinate into this memory."""

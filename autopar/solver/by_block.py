@@ -10,6 +10,7 @@ import numpy as np
 
 from autopar.solver.lanes import BACKWARD, FORWARD, OPTIMIZER, events_of
 from autopar.solver.points import Point
+from autopar.solver.stage_bytes import amount_of, blocks_of_piece, standing_kind
 from autopar.space.space import Space
 from autopar.space.timeline import Timeline
 from autopar.stages.blocks import ByBlock, Units
@@ -49,17 +50,13 @@ def _bytes(
     after = np.zeros((memory.times - settled + 1, count))
     there = np.zeros(memory.times + 1)  # bytes at every time that are counted by block
     for piece in memory.pieces:
-        edge = space.edges[piece.place] if piece.is_edge else None
-        amount = float(piece.bytes[edge.place(point.picked) if edge else point.picked[piece.place]])
-        is_long = piece.last - piece.first >= ops
-        is_kept = piece.kind == "gathered parameters" and piece.first < ops <= piece.last
-        is_standing = is_kept or (piece.kind in STANDING and is_long)
-        if not is_standing and piece.last < settled:
+        amount = amount_of(piece, space, point.picked)
+        stands = standing_kind(piece, ops)
+        if not stands and piece.last < settled:
             continue
-        site = space.sites[edge.source if edge else piece.place].name
-        blocks = list(units.shared.get(site, (units.of.get(site, 0),)))
-        if is_standing:
-            (gathered if is_kept else standing[piece.kind])[blocks] += amount
+        blocks = list(blocks_of_piece(piece, space, units))
+        if stands:
+            (gathered if stands == "gathered parameters" else standing[stands])[blocks] += amount
         if piece.last >= settled:
             after[max(piece.first - settled, 0), blocks] += amount
             after[piece.last - settled + 1, blocks] -= amount

@@ -68,12 +68,12 @@ def waiting(nbytes: GradientBytes, times: GradientTimes, adds_twice: bool, is_fi
     """A gradient that is reduced after the last micro-batch, in the first of the buckets or a later one.
 
     Each is added to the sum where it is made. Sums are kept in the dtype of storage if that is wider, and cast back one
-    by one; all of them are there when the first bucket is packed.
+    by one; all of them are there when the first bucket is packed. A sum that needs no reduction is the gradient itself.
     """
     whole = nbytes.sums + nbytes.others
     for _ in range(1 + adds_twice):
         yield np.where(nbytes.is_sum, whole * nbytes.widens, whole), 0, times.settled - 1
-    yield whole, times.settled, times.settled
+    yield nbytes.sums, times.settled, times.settled
     yield whole, times.back, min(times.back, times.settled - 1)
     if is_first:
         yield nbytes.scattered, times.settled, times.settled

@@ -18,6 +18,7 @@ class Units:
     crossing: tuple[tuple[str, int, int], ...]  # values that a later block reads: node's name, its block, the last one
     frozen: int  # blocks at first that have no parameter that is trained
     shared: Mapping[str, tuple[int, ...]]  # parameter that several blocks read -> these blocks
+    anywhere: frozenset[str]  # ops that every stage which reads their results runs for itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -147,7 +147,9 @@ def units_of(graph: Graph) -> Units:
     of_parameters = {info(n).key: tuple(sorted(_blocks_that_read(n, labels.stage))) for n in parameters}
     shared = {name: blocks for name, blocks in of_parameters.items() if len(blocks) > 1}
     trained = [unit[n] for n in parameters if _wants_gradient(n)]
-    return Units(names, {info(n).key: unit[n] for n in nodes}, share, crossing, min(trained, default=0), shared)
+    anywhere = frozenset(info(n).key for n in labels.anywhere)
+    of = {info(n).key: unit[n] for n in nodes}
+    return Units(names, of, share, crossing, min(trained, default=0), shared, anywhere)
 
 
 def _blocks_that_read(parameter: fx.Node, block: Mapping[fx.Node, int]) -> set[int]:

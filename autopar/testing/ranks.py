@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from autopar.runtime.private import FakeStore, LocalTensor, LocalTensorMode, ThreadedRanks
+from autopar.runtime.private import FakeStore, LocalTensor, LocalTensorMode, ThreadedRanks, forget_shardings
 
 Body = Callable[..., Any]
 
@@ -103,6 +103,7 @@ def _on_every_rank(mode: Any, value: Any) -> Any:
 @contextlib.contextmanager
 def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
     """A process group of any size whose collectives give no meaningful values; this process is one rank."""
+    forget_shardings()  # those of another rank's world would pass for this one's: their meshes are equal
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
