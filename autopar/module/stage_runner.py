@@ -166,11 +166,11 @@ class InStages(InTurns):
         run = {"F": self._forward, "B": self._backward, "I": self._inward, "W": self._weights}
         arrivals = collections.deque([self._expect(self.order[0])])
         for at, action in enumerate(self.order):
+            self.line.let_go()
             if at + 1 < len(self.order):
                 arrivals.append(self._expect(self.order[at + 1]))
             stage = self.stages[action.stage]
             self.turns.index = action.turn
-            self.line.let_go()
             run[action.kind](step, stage, action.turn, arrivals.popleft())
         self.line.end()
         totals = [total for number in self.stages for total in step.totals.get(number, [])]

@@ -8,6 +8,7 @@ stage is not in it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -56,6 +57,8 @@ class Program:
         memory = space.memory
         assert memory is not None
         self.space = space
+        self.memory = memory
+        self.picked = point.picked
         self.units = units
         self.ops = ops = len(memory.passages.ops)
         held = np.sum(list(memory.held(point.picked, space.edges).values()), axis=0)
@@ -81,8 +84,25 @@ class Program:
 
     def stages(self, ends: Sequence[tuple[int, int]]) -> tuple[list[StageBytes], list[Message]]:
         """The bytes of the stages that begin and end at these blocks, and of what they give each other."""
-        stages = [_Stage(self, range(a, z)) for a, z in ends]
+        beside = self.beside + self._copied(ends)
+        stages = [_Stage(self, range(a, z), beside) for a, z in ends]
         return [stage.bytes() for stage in stages], list(self._messages(stages))
+
+    def _copied(self, ends: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Bytes by time of gradients that lie in the memory of others, less where these are in another stage."""
+        change = np.zeros(self.memory.times + 1)
+        if self.memory.shown is None:
+            return change[:-1]
+        edges = self.space.edges
+        stage = {site: bisect.bisect_right([a for a, _ in ends], self.blocks[t]) for site, t in self.times.items()}
+        apart = {
+            k for k, edge in enumerate(edges) if stage.get(edge.source, 0) != stage.get(edge.target, 0)
+        }
+        for sign, cut in ((1.0, apart), (-1.0, ())):
+            for amount, first, last in self.memory.shown.missing(lambda k: edges[k].place(self.picked), cut):
+                change[first] += sign * amount
+                change[last + 1] -= sign * amount
+        return np.cumsum(change)[:-1]
 
     def stands(self, blocks: Collection[int]) -> dict[str, float]:
         """Bytes by kind that stand on a device with these blocks; every device has all inputs."""
@@ -103,16 +123,22 @@ class Program:
         return self.space.sites[site].name in self.units.anywhere
 
     def backs(self, site: int, blocks: Collection[int]) -> list[int]:
-        """The times at which ops of some blocks give the gradient of a value, or of what stages make of it."""
+        """The times at which ops of some blocks give the gradient of a value, or of views and copies of it."""
         found = []
         pending = [site]
         while pending:
             for target in self.targets[pending.pop()]:
-                if self.is_anywhere(target):
+                if self.is_anywhere(target) or target in self.views:
                     pending.append(target)
                 elif target in self.times and self.blocks[self.times[target]] in blocks:
                     found.append(2 * self.ops - 1 - self.times[target])
         return found
+
+    @cached_property
+    def views(self) -> set[int]:
+        """The ops whose results lie in the memory of what they read."""
+        ops = self.memory.passages.ops
+        return {op.site for op in ops if op.made and all(made.shows >= 0 for made in op.made)}
 
     @cached_property
     def targets(self) -> list[list[int]]:
@@ -143,15 +169,17 @@ class Program:
             for source, maker in enumerate(stages[:reader]):
                 came = [v for v in stage.arrives if self.line.made_by[v] in maker.runs]
                 back = [v for v in came if v in self.differentiable]
+                own = [v for v in came if v not in maker.kept]
                 if came:
-                    yield Message(source, reader, float(nbytes[came].sum()), float(nbytes[back].sum()))
+                    yield Message(source, reader, *(float(nbytes[some].sum()) for some in (own, came, back)))
 
 
 class _Stage:
     """The runs of one stage, and what they hold."""
 
-    def __init__(self, program: Program, blocks: range) -> None:
+    def __init__(self, program: Program, blocks: range, beside: np.ndarray) -> None:
         self.program = program
+        self.beside = beside
         self.blocks = blocks
         line = program.line
         own = {i for i, run in enumerate(line.runs) if program.blocks[run.time] in blocks} - program.anywhere
@@ -173,6 +201,12 @@ class _Stage:
         self.times: np.ndarray = np.concatenate([times, 2 * program.ops - 1 - times[::-1]])
         self.line = self._line()
         self.again = self.line.again(line.runs[i].name for i in program.again)
+
+    @cached_property
+    def kept(self) -> set[int]:
+        """The values that forward keeps for backward."""
+        numbers = list(self.values)
+        return {numbers[k] for k in self.line.saved(self.again)}
 
     def _line(self) -> Timeline:
         """The timeline of this stage's runs, behind one that makes what arrives."""
@@ -214,11 +248,11 @@ class _Stage:
         half = len(self.times) // 2
         held = self._held()
         sums, total = self._sums()
-        saved = float(self.line.bytes[list(self.line.saved(self.again))].sum())
+        program = self.program
+        saved = float(program.line.bytes[list(self.kept)].sum())
         forward = float(held[:half].max())
         backward = float(held[half:].max())
         first = float((held[half:] + sums).max())
-        program = self.program
         if any(v in program.differentiable for v in self.arrives):
             halves = _Halves(self, held[half:])
             needs = {"I": halves.inward, "W": halves.weights}
@@ -237,7 +271,7 @@ class _Stage:
     def _held(self) -> np.ndarray:
         """Bytes at the times of this stage's ops, beside what stands."""
         program = self.program
-        found = self.line.under(self.again).held - self.line.other + program.beside[self.times]
+        found = self.line.under(self.again).held - self.line.other + self.beside[self.times]
         for piece, amount in program.pieces:
             if piece.kind in _GRADIENTS and not piece.is_edge and piece.place in program.times:
                 found -= amount * self._is_elsewhere(piece)
@@ -310,7 +344,7 @@ class _Halves:
         stays = np.cumsum(kept + come + ready)
         before = np.concatenate([[0.0], stays[:-1]])
         self.waiting = float(stays[-1])
-        self.inward = max(float((backward + before).max()), self.waiting)
+        self.inward = max(float((backward - (np.array(of_time) - ready) + before).max()), self.waiting)
         left = self.waiting - np.concatenate([[0.0], np.cumsum(frees + come + ready)[:-1]])
         made = np.array(of_time)
         self.weights = max(float((left + made).max()), self.waiting)

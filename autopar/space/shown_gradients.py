@@ -10,7 +10,7 @@ of the others are taken off. What no sum counts, such as a memory that stays for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,14 +52,17 @@ class ShownGradients:
     convert: dict[int, np.ndarray] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
 
-    def missing(self, place: Place) -> Iterator[tuple[float, int, int]]:
-        """Bytes that sums of tables miss (negative: count too often) under a plan, and first and last times."""
+    def missing(self, place: Place, apart: Collection[int] = ()) -> Iterator[tuple[float, int, int]]:
+        """Bytes that sums of tables miss (negative: count too often) under a plan, and first and last times.
+
+        Along edges that are `apart`, gradients are copied, as from one stage to another.
+        """
         memory: dict[fx.Node, list[float]] = {}  # [bytes, last time counted, last time in use]
         for one in self.shown:
             own = float(one.bytes[place(one.way[0])])
             if not own:
                 continue
-            is_shown = not any(self.convert[k][place(k)] for k in one.way)
+            is_shown = not any(k in apart or self.convert[k][place(k)] for k in one.way)
             counted = own * (one.carries if is_shown else one.carries - 1)
             for first, last, share in one.spans if counted else ():
                 yield -counted * share, first, last

@@ -35,11 +35,12 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a stage gives another for each micro-batch: bytes of the values that it reads, and of their gradients."""
+    """What a stage gives another for each micro-batch, in bytes."""
 
     source: int
     reader: int
-    value: float
+    sent: float  # of the values, less those that the source keeps for its backward whether they are sent or not
+    value: float  # of the values where they are received
     gradient: float
 
 
@@ -96,7 +97,7 @@ def _travelling(order: Order, run: Run, hops: Sequence[float], messages: Iterabl
         if a.kind != "W"
     }
 
-    def travel(nbytes: float, kind: str, sender: int, receiver: int, hop: float) -> None:
+    def travel(kind: str, sender: int, receiver: int, hop: float, own: float, nbytes: float) -> None:
         a = place[sender]
         b = place[receiver]
         for turn in range(order.turns if nbytes else 0):
@@ -112,12 +113,12 @@ def _travelling(order: Order, run: Run, hops: Sequence[float], messages: Iterabl
             arrives = max(run.ends[a][sent] + hop, run.starts[b][awaited])
             k = sent + 1
             while k < len(found[a]) and run.starts[a][k] < arrives:
-                found[a][k] += nbytes
+                found[a][k] += own
                 k += 1
 
     for message in messages:
         low, high = sorted((message.source, message.reader))
         hop = sum(hops[low:high])
-        travel(message.value, "F", message.source, message.reader, hop)
-        travel(message.gradient, "B", message.reader, message.source, hop)
+        travel("F", message.source, message.reader, hop, message.sent, message.value)
+        travel("B", message.reader, message.source, hop, message.gradient, message.gradient)
     return found
