@@ -126,7 +126,7 @@ def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Re
     turned = request.as_planned(graph, plan, asked)
     units = units_of(turned)
     letter: Infeasible | None = None
-    saved = plan.memory.get("saved activations", 0)
+    saved = _most_saved(plan)
     peak = plan.peak_bytes
     for share in LIMITS.tighter:
         try:
@@ -148,6 +148,15 @@ def _of_a_stage(request: Request, asked: Asked) -> Request:
     return replace(request, cluster=request.hardware.within_stages(mesh, asked.axis))
 
 
+def _most_saved(plan: Plan) -> float:
+    """The most bytes that a plan saves for backward: none are in its fullest moment where that is the optimizer's."""
+    search = plan.search
+    assert isinstance(search, PricedSpace) and search.counted is not None
+    space = search.counted.space
+    assert space.memory is not None
+    return float(space.memory.held(search.point.picked, space.edges)["saved activations"].max())
+
+
 class _Cutting:
     """One plan of the whole program, and the cuts of it that fit in the budget."""
 
@@ -161,6 +170,7 @@ class _Cutting:
         self.asked = asked
         self.coordinates = int(asked.size)
         self.found = by_block(search.counted.space, search.point, units)
+        self.program = Program(search.counted.space, search.point, units)
         self.mesh = asked.whole(plan.mesh)
         self.borders = _borders(graph, plan, units)
         self.atoms = _atoms(self.found, units, _seconds(request, self.mesh, asked.axis, self.borders))
@@ -171,13 +181,9 @@ class _Cutting:
         found = self.found
         plan = self.whole_plan
         merged = _merged(self.atoms, self.starts)
-        choice = self._choice(merged)
-        firsts = [self.starts[at] for at in accumulate(choice.cut, initial=0) if at < len(self.starts)]
-        ends = list(pairwise((*firsts, len(found.names))))
+        choice, room, memory, most = self._fitting(merged)
+        ends = self._ends(choice)
         place = choice.order.place
-        prices, _ = merged.prices(choice.cut)
-        program = Program(self.search.counted.space, self.search.point, self.units)
-        memory, most = _memory(program, found, ends, choice, prices.hops(place))
         step = choice.run.seconds + _once(found, ends, place)
         figures = _figures(found, ends, choice, merged, self.borders)
         pipeline = Pipeline(
@@ -185,13 +191,13 @@ class _Cutting:
             self.asked.axis,
             choice.name,
             place,
-            tuple(self.units.names[a] for a in firsts[1:]),
+            tuple(self.units.names[a] for a, _ in ends[1:]),
             choice.order.texts(),
             1.0 - plan.step_time_s / (self.coordinates * step),
             tuple(replace(stage, peak_bytes=most[at]) for stage, at in zip(figures, place, strict=True)),
         )
         cut = tuple(z - a for a, z in ends)
-        self.search.cuts = functools.partial(_moved, found, self.atoms, choice.order, cut, self.room)
+        self.search.cuts = functools.partial(_moved, found, self.atoms, choice.order, cut, room)
         fullest = max(place, key=lambda at: most[at])
         full = [str(stage) for stage, at in enumerate(place) if at == fullest]
         least = choice.bound + float(found.once.sum()) / self.coordinates
@@ -217,13 +223,29 @@ class _Cutting:
             f"flight{halves}, {cuts},"
         )
 
-    @property
-    def room(self) -> float:
-        """Bytes for what stands and what is saved: the budget without what one block needs while it runs."""
-        runs = max(self.found.runs(*ends) for ends in pairwise((*self.starts, len(self.units.names))))
-        return self.request.budget - runs - 2 * max(self.borders, default=0.0)
+    def _ends(self, choice: Choice) -> list[tuple[int, int]]:
+        """The first block of each stage, and the one behind its last."""
+        firsts = [self.starts[at] for at in accumulate(choice.cut, initial=0) if at < len(self.starts)]
+        return list(pairwise((*firsts, len(self.found.names))))
 
-    def _choice(self, merged: Atoms) -> Choice:
+    def _fitting(self, merged: Atoms) -> tuple[Choice, float, dict[str, int], dict[int, int]]:
+        """The fastest cut and order that fit, the room in which they were searched, and their bytes.
+
+        The search adds up what stands in blocks and what they save. Stages need more while they run, how much depends
+        on the order: where it is too much, the search has less room.
+        """
+        room = self.request.budget
+        while True:
+            choice = self._choice(merged, room)
+            prices, _ = merged.prices(choice.cut)
+            hops = prices.hops(choice.order.place)
+            memory, most = _memory(self.program, self.found, self._ends(choice), choice, hops)
+            over = max(most.values()) - self.request.budget
+            if over <= 0:
+                return choice, room, memory, most
+            room = min(room, max(choice.sizes)) - over
+
+    def _choice(self, merged: Atoms, room: float) -> Choice:
         """The fastest cut and order that fit."""
         asked = self.asked
         names = [name for name in ORDERS if name != "gpipe"] if asked.schedule == "auto" else [asked.schedule]
@@ -236,12 +258,12 @@ class _Cutting:
                 seen=f"cuts={list(asked.cuts)}" if asked.cuts else f"stages_each={each}",
                 advice=" or ".join(f'"{name}"' for name in ORDERS if _has(name, each)),
             )
-        room = size(self.request.budget)
+        budget = size(self.request.budget)
         try:
-            return best_cuts(merged, self.coordinates, self.whole_plan.microbatches, names, each, self.room)
+            return best_cuts(merged, self.coordinates, self.whole_plan.microbatches, names, each, room)
         except Infeasible as e:
             raise e.but(
-                what=f"no cut into stages on {self.coordinates} coordinates fits in {room} a device",
+                what=f"no cut into stages on {self.coordinates} coordinates fits in {budget} a device",
                 advice="more stages, smaller micro-batches, or another preset inside a stage",
             ) from e
 

@@ -10,6 +10,7 @@
     LocalTensorMode     one process that plays all ranks
     plays_all_ranks     whether it does, here and now
     FakeStore           the store of the fake process group
+    forget_shardings    clears DTensor's cache, whose meshes are those of a world that has ended
     dedup_save_plans    leaves a part of a checkpoint that several ranks hold to one of them
     validate_global_plan    compares the parts of a checkpoint with each other
     StridedShard        torch's placement of a dim that is cut by blocks of one size
@@ -413,5 +414,5 @@ def inside_backward() -> bool:
 
 
 def forget_shardings() -> None:
-    """Forget the results of DTensor's operations, which hold the mesh of the world in which each first ran."""
+    """Clear DTensor's cache of results: each holds the mesh of the world in which it first ran."""
     torch.distributed.tensor.debug._clear_sharding_prop_cache()

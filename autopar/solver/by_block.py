@@ -9,13 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.solver.lanes import BACKWARD, FORWARD, OPTIMIZER, events_of
+from autopar.solver.pieces_by_block import STANDING, amount_of, blocks_of_piece, standing_kind
 from autopar.solver.points import Point
-from autopar.solver.stage_bytes import amount_of, blocks_of_piece, standing_kind
 from autopar.space.space import Space
 from autopar.space.timeline import Timeline
 from autopar.stages.blocks import ByBlock, Units
-
-STANDING = ("parameters", "gradients", "optimizer states", "inputs and buffers")
 
 
 def by_block(space: Space, point: Point, units: Units) -> ByBlock:

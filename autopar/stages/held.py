@@ -1,12 +1,12 @@
 """What each coordinate of a pipeline holds while it runs its order, action by action.
 
     stands       parameters, states, inputs: always
-    gradients    sums over micro-batches: each from the first backward that makes it
-    saved        what a micro-batch has in flight: from F to B or I, less of it from I to W
-    sent         a value, or its gradient: at its sender until it is received, at its receiver from when it is awaited
+    gradients    sums over micro-batches: from the first backward on
+    saved        values of a micro-batch in flight: from F to B or I, and others from I to W
+    sent         a value or a gradient: at its sender until it is received, at its receiver one action ahead
 
-An action needs more while it runs than it leaves behind, so the fullest moment is that of an action, not one between
-two. `solver/stage_bytes.py` says what the actions of a stage need.
+An action needs more while it runs than it leaves behind, so the fullest moment is within an action.
+`solver/stage_bytes.py` says what the actions of a stage need.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autopar.stages.simulate import Run
 class StageBytes:
     """Bytes of one stage on one device. What an action needs includes what its own micro-batch has saved."""
 
-    begun: float  # what is made of parameters alone, once for all micro-batches
+    begun: float  # values of parameters alone, made once for all micro-batches
     gradients: float  # sums of gradients, once there are any
-    saved: float  # of a micro-batch, between F and B or I
-    waiting: float  # of a micro-batch, between I and W
-    needs: Mapping[str, float]  # the most while an action runs, by kind of action, beside what stands and all sums
-    first: Mapping[str, float]  # the same of the stage's first B, I or W, which begins its sums
+    saved: float  # kept of a micro-batch between F and B or I
+    waiting: float  # kept of a micro-batch between I and W
+    needs: Mapping[str, float]  # the most while an action runs, by its kind, beside all sums of gradients
+    first: Mapping[str, float]  # the same while the stage's first backward runs, which begins its sums
 
     def while_running(self, kind: str, is_first: bool) -> float:
         return self.first[kind] if is_first else self.needs[kind]
@@ -35,12 +35,12 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a stage gives another for each micro-batch, in bytes."""
+    """Bytes that a stage gives another for each micro-batch, and gets back."""
 
     source: int
     reader: int
-    sent: float  # of the values, less those that the source keeps for its backward whether they are sent or not
-    value: float  # of the values where they are received
+    sent: float  # values that the source would not keep if it did not send them
+    value: float  # all values
     gradient: float
 
 
@@ -69,7 +69,7 @@ def most_held(
 
 
 def _moments(actions: Sequence[Action], stages: Sequence[StageBytes], travels: Sequence[float]) -> Iterator[Held]:
-    """What a coordinate holds at the fullest of each of its actions."""
+    """The fullest moment of each action of a coordinate."""
     sums = 0.0
     saved = 0.0
     begun = set[int]()  # stages whose sums of gradients exist

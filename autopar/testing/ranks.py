@@ -103,7 +103,7 @@ def _on_every_rank(mode: Any, value: Any) -> Any:
 @contextlib.contextmanager
 def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
     """A process group of any size whose collectives give no meaningful values; this process is one rank."""
-    forget_shardings()  # those of another rank's world would pass for this one's: their meshes are equal
+    forget_shardings()  # The mesh of another rank's world is equal to this one's, and would be taken for it.
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield

@@ -7,6 +7,7 @@ its executor until the simulated receiver has received it.
 from __future__ import annotations
 
 import gc
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -39,6 +40,43 @@ MODELS = {
     "encoder and decoder": encoder_decoder,
     "unet": unet,
 }
+
+
+class Pair(NamedTuple):
+    """A model on a mesh of stages and of the axis inside them, in an order; `how` is what else its plan is asked."""
+
+    model: str
+    shape: tuple[int, int]
+    schedule: str
+    how: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self):
+        return ", ".join([self.model, f"p={self.shape[0]}", self.schedule, *(f"{k}={v}" for k, v in self.how)])
+
+
+MEGATRON = (("parallel", "megatron"),)
+BY_DAY = (
+    Pair("unet", (4, 1), "gpipe"),
+    Pair("unet", (4, 1), "zero-bubble"),
+    Pair("wide head", (2, 1), "1f1b", (("chunks", 4),)),
+    Pair("encoder and decoder", (2, 1), "interleaved"),
+)
+PAIRS = (
+    *BY_DAY,
+    *(Pair("decoder", (4, 1), order) for order in ("gpipe", "1f1b", "zero-bubble", "zb-v", "dualpipe-v", "greedy")),
+    *(Pair("decoder", (2, 1), order) for order in ("1f1b", "interleaved")),
+    *(Pair("decoder", (2, 2), order, MEGATRON) for order in ("gpipe", "zb-v")),
+    Pair("decoder", (2, 1), "gpipe", (("recompute", "selective"),)),
+    Pair("decoder", (4, 1), "1f1b", (("recompute", "full"),)),
+    Pair("decoder", (2, 1), "zb-v", (("recompute", "full"),)),
+    Pair("wide head", (2, 1), "gpipe"),
+    Pair("wide head", (4, 1), "zero-bubble"),
+    Pair("encoder and decoder", (4, 1), "gpipe"),
+    Pair("encoder and decoder", (4, 1), "1f1b"),
+    Pair("encoder and decoder", (4, 1), "zero-bubble", (("recompute", "selective"),)),
+    Pair("unet", (4, 1), "1f1b"),
+    Pair("unet", (2, 1), "interleaved"),
+)
 
 
 class Sent:
@@ -88,36 +126,42 @@ class Clock:
         return Sent(self, max(self.run.ends[self.coordinate][self.at] + sum(self.hops[low:high]), awaited))
 
 
-def peaks(name, shape, schedule, **how):
-    """For each coordinate of a pipeline, what the plan says that it holds at most, and what it holds."""
+def said(plan, coordinate):
+    """The most bytes that a plan predicts for a coordinate."""
+    pipeline = plan.pipeline
+    return next(s.peak_bytes for s, at in zip(pipeline.stages, pipeline.place, strict=True) if at == coordinate)
+
+
+def peaks(pair):
+    """For each coordinate of a pipeline, the most bytes that the plan predicts, and the most that it holds."""
     found = []
     plan = None
-    for coordinate in range(shape[0]):
+    for coordinate in range(pair.shape[0]):
         torch.manual_seed(0)
-        model, batch = MODELS[name]()
-        mesh = autopar.DeviceMesh(shape, ("pp", "tp"))
+        model, batch = MODELS[pair.model]()
+        mesh = autopar.DeviceMesh(pair.shape, ("pp", "tp"))
         asked = dict(mesh=mesh, microbatches=8, memory_budget="inf", cluster=cpu(), optimizer=4)
-        with fake_world(mesh.size, rank=coordinate * shape[1]):
-            plan = plan or autopar.plan(model, batch, **{**asked, "pipeline": {"schedule": schedule}, **how})
+        with fake_world(mesh.size, rank=coordinate * pair.shape[1]):
+            plan = plan or autopar.plan(model, batch, **asked, pipeline={"schedule": pair.schedule}, **dict(pair.how))
             mine = autopar.autoparallelize(model, batch, plan=plan, sync=False)
-            stages = zip(plan.pipeline.stages, plan.pipeline.place, strict=True)
-            said = next(stage.peak_bytes for stage, at in stages if at == coordinate)
-            found.append((said, _peak(mine, batch, Clock(plan, coordinate))))
+            clock = Clock(plan, coordinate)
+            begin, let_go = (lambda *given: clock.begin(*given)), (lambda *given: clock.let_go(*given))
+            with mock.patch.multiple(Line, _begin=begin, let_go=let_go):
+                found.append((said(plan, coordinate), peak(mine, batch)))
     return found
 
 
-def _peak(mine, batch, clock):
-    """The most bytes of a forward and backward, with the states of the optimizer."""
+def peak(mine, batch):
+    """The most bytes of a forward and backward, beside the states of an optimizer."""
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.01, momentum=0.9, foreach=False)
-    begin, let_go = (lambda *given: clock.begin(*given)), (lambda *given: clock.let_go(*given))
-    with mock.patch.multiple(Line, _begin=begin, let_go=let_go):
+    for _ in range(2):
         mine(**batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        gc.collect()
-        states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        live = Live([*mine.parameters(), *mine.buffers(), *batch.values(), *states])
-        with live:
-            live.restart()
-            mine(**batch).backward()
+    gc.collect()
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    live = Live([*mine.parameters(), *mine.buffers(), *batch.values(), *states])
+    with live:
+        live.restart()
+        mine(**batch).backward()
     return live.peak

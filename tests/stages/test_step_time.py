@@ -1,0 +1,25 @@
+"""The executor takes the seconds that the simulation predicts, over gloo, with stages and links of known times."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.testing import on_processes
+from tests.stages.slept import best, steps
+
+BY_DAY = [(2, "1f1b", 4, 0), (2, "zero-bubble", 4, 1), (2, "zb-v", 4, 2)]
+BY_NIGHT = [
+    [(2, order, 6, seed) for seed, order in enumerate(("gpipe", "1f1b", "zero-bubble", "interleaved", "zb-v"), 3)],
+    [
+        (4, order, 8, seed)
+        for seed, order in enumerate(("gpipe", "1f1b", "zero-bubble", "interleaved", "zb-v", "dualpipe-v", "greedy"), 8)
+    ],
+]
+
+
+@pytest.mark.machines
+@pytest.mark.parametrize("cases", [BY_DAY, *(pytest.param(cases, marks=pytest.mark.nightly) for cases in BY_NIGHT)])
+def test_a_step_takes_the_predicted_seconds(cases):
+    ranks = on_processes(cases[0][0], steps, cases)
+    found = {case: measured / predicted for case, (predicted, measured) in zip(cases, best(ranks), strict=True)}
+    assert all(0.99 <= share <= 1.05 for share in found.values()), found
