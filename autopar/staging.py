@@ -149,7 +149,7 @@ def _of_a_stage(request: Request, asked: Asked) -> Request:
 
 
 def _most_saved(plan: Plan) -> float:
-    """The most bytes that a plan saves for backward: none are in its fullest moment where that is the optimizer's."""
+    """The most bytes that a plan saves for backward; the optimizer's step may hold more, and none of them."""
     search = plan.search
     assert isinstance(search, PricedSpace) and search.counted is not None
     space = search.counted.space

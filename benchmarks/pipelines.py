@@ -2,6 +2,8 @@
 
     python -m benchmarks.pipelines
     python -m benchmarks.pipelines plans        LLaMA-8B on 64 H100 as autopar plans it, and the CPU seconds of planning
+    python -m benchmarks.pipelines held         predicted peaks of ranks beside what they hold
+    python -m benchmarks.pipelines steps        predicted steps beside those of the executor over gloo
 
 First table: an order on p coordinates with n turns, where a coordinate's forward, gradients of inputs and gradients of
 weights take a second each and transfers none; torch's own table of that order is simulated too.
@@ -253,8 +255,42 @@ def plans() -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
+def held() -> Iterator[str]:
+    """The pairs of a model and an order in which `tests/stages/test_staging.py` measures what ranks hold."""
+    from tests.stages.holding import PAIRS, peaks
+
+    yield "| model | p x tp | order | asked | fullest rank, KiB | predicted / measured, by coordinate |"
+    yield "|---|---|---|---|---|---|"
+    for pair in PAIRS:
+        found = peaks(pair)
+        asked = ", ".join(f"{name}={value}" for name, value in pair.how)
+        shares = " ".join(f"{said / peak:.3f}" for said, peak in found)
+        fullest = max(peak for _, peak in found) / 2**10
+        mesh = " x ".join(map(str, pair.shape))
+        yield f"| {pair.model} | {mesh} | {pair.schedule} | {asked} | {fullest:,.0f} | {shares} |"
+
+
+def steps() -> Iterator[str]:
+    """The pipelines of `tests/stages/test_step_time.py`, each in as many processes as it has coordinates."""
+    from autopar.testing import on_processes
+    from tests.stages import slept
+
+    yield "| p | order | micro-batches | predicted, ms | median step, ms | fastest, ms | median / predicted |"
+    yield "|---|---|---|---|---|---|---|"
+    for cases in slept.BY_NIGHT:
+        ranks = on_processes(cases[0][0], slept.steps, cases, 5)
+        for (p, order, turns, _), (said, each) in zip(cases, slept.seconds_of(ranks), strict=True):
+            median = statistics.median(each)
+            row = (p, order, turns, *(f"{1e3 * s:.0f}" for s in (said, median, min(each))), f"{median / said:.3f}")
+            yield f"| {' | '.join(map(str, row))} |"
+
+
+PARTS = {"plans": plans, "held": held, "steps": steps}
+
+
 def main() -> int:
-    print("\n".join(plans() if sys.argv[1:] == ["plans"] else [*orders(), *published()]))
+    for line in PARTS[sys.argv[1]]() if sys.argv[1:] else (*orders(), *published()):
+        print(line, flush=True)
     return 0
 
 

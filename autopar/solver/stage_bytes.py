@@ -152,8 +152,7 @@ class Program:
     @cached_property
     def _views(self) -> set[int]:
         """The ops whose results lie in the memory of what they read."""
-        ops = self.memory.passages.ops
-        return {op.site for op in ops if op.made and all(made.shows >= 0 for made in op.made)}
+        return {op.site for op in self.memory.passages.ops if op.made and op.made[0].shows >= 0}
 
     @cached_property
     def _targets(self) -> list[list[int]]:

@@ -56,7 +56,7 @@ class Pair(NamedTuple):
 
 MEGATRON = (("parallel", "megatron"),)
 BY_DAY = (
-    Pair("unet", (4, 1), "gpipe"),
+    Pair("wide head", (2, 1), "gpipe"),
     Pair("unet", (4, 1), "zero-bubble"),
     Pair("wide head", (2, 1), "1f1b", (("chunks", 4),)),
     Pair("encoder and decoder", (2, 1), "interleaved"),
@@ -69,7 +69,7 @@ PAIRS = (
     Pair("decoder", (2, 1), "gpipe", (("recompute", "selective"),)),
     Pair("decoder", (4, 1), "1f1b", (("recompute", "full"),)),
     Pair("decoder", (2, 1), "zb-v", (("recompute", "full"),)),
-    Pair("wide head", (2, 1), "gpipe"),
+    Pair("unet", (4, 1), "gpipe"),
     Pair("wide head", (4, 1), "zero-bubble"),
     Pair("encoder and decoder", (4, 1), "gpipe"),
     Pair("encoder and decoder", (4, 1), "1f1b"),

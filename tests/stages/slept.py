@@ -1,11 +1,13 @@
 """Pipelines whose stages and links take known times and no compute: all else is the executor's own, over gloo.
 
-The halves of a stage sleep instead of computing. A message says when it was sent, and is kept from its receiver until
-its link has had its time, from when it was sent and awaited.
+The halves of a stage sleep instead of computing, until the seconds of the action are over: these count from when it was
+its turn and what it reads had arrived, as the price of an action has what it takes to launch it. A message says when it
+was sent, and is kept from its receiver until its link has had its time, from when it was sent and awaited.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from unittest import mock
@@ -19,6 +21,15 @@ from autopar.runtime.transfers import Line
 from autopar.stages import Order, Prices, StagePrices, simulated
 from tests.stages.models import Twice
 
+# Coordinates, order, micro-batches, and the seed of the seconds.
+BY_DAY = [(2, "1f1b", 4, 0), (2, "zero-bubble", 4, 1), (2, "zb-v", 4, 2)]
+BY_NIGHT = [
+    [(2, order, 6, seed) for seed, order in enumerate(("gpipe", "1f1b", "zero-bubble", "interleaved", "zb-v"), 3)],
+    [
+        (4, order, 8, seed)
+        for seed, order in enumerate(("gpipe", "1f1b", "zero-bubble", "interleaved", "zb-v", "dualpipe-v", "greedy"), 8)
+    ],
+]
 KINDS = {"hold": "B", "inward": "I", "weights": "W"}
 
 
@@ -33,9 +44,10 @@ def prices_of(pipeline, seed):
 class Sleeping:
     """The halves of a stage: they compute in the first step, and from then on sleep and give the same again."""
 
-    def __init__(self, halves, price):
+    def __init__(self, halves, price, links):
         self.halves = halves
         self.price = price
+        self.links = links
         self.results = {}
 
     def __getattr__(self, name):
@@ -43,7 +55,7 @@ class Sleeping:
 
     def _slept(self, kind, compute):
         if kind in self.results:
-            time.sleep(self.price.of(kind))
+            time.sleep(max(0.0, self.links.ready + self.price.of(kind) - time.monotonic()))
         else:
             self.results[kind] = list(compute())
         return list(self.results[kind])
@@ -60,6 +72,11 @@ class OnLinks:
 
     def __init__(self, hops):
         self.hops = hops
+        self.ready = 0.0  # the time from which the current action could run
+
+    def let_go(self, line, own=Line.let_go):
+        self.ready = time.monotonic()
+        own(line)
 
     def send(self, line, value, way, own=Line.send):
         value = value.clone()
@@ -68,27 +85,35 @@ class OnLinks:
 
     def receive(self, line, into, way, own=Line.receive):
         low, high = sorted((way.source, way.reader))
-        return Awaited(own(line, into, way), sum(self.hops[low:high]))
+        return Awaited(own(line, into, way), sum(self.hops[low:high]), self)
 
 
 class Awaited:
     """A value on its way, over a link that takes some seconds."""
 
-    def __init__(self, arrival, seconds):
+    def __init__(self, arrival, seconds, links):
         self.arrival = arrival
+        self.links = links
         self.since = time.monotonic()
         self.seconds = seconds
 
     def wait(self):
         value = self.arrival.wait()
+        came = time.monotonic()
         sent = value.view(-1)[:2].view(torch.float64).item()
-        time.sleep(max(0.0, max(sent, self.since) + self.seconds - time.monotonic()))
+        arrives = max(sent, self.since) + self.seconds
+        time.sleep(max(0.0, arrives - time.monotonic()))
+        self.links.ready = max(self.links.ready, arrives, came)
         return value
 
 
 def steps(rank, cases, count=3):
     """For each case (coordinates, schedule, turns, seed): predicted seconds, and when steps began and ended here."""
     return [_steps_of(*case, count) for case in cases]
+
+
+def _on(line, method, *given):
+    return method(line, *given)
 
 
 def _steps_of(p, schedule, turns, seed, count):
@@ -106,14 +131,14 @@ def _steps_of(p, schedule, turns, seed, count):
     def timed(runner, given, own=InStages.results):
         if not times:
             for stage in runner.stages.values():
-                stage.halves = Sleeping(stage.halves, prices.stages[stage.number])
+                stage.halves = Sleeping(stage.halves, prices.stages[stage.number], links)
         start = time.monotonic()
         results = own(runner, given)
         times.append((start, time.monotonic()))
         return results
 
-    send, receive = (lambda *given: links.send(*given)), (lambda *given: links.receive(*given))
-    with mock.patch.multiple(Line, send=send, receive=receive), mock.patch.object(InStages, "results", timed):
+    patched = {name: functools.partialmethod(_on, getattr(links, name)) for name in ("send", "receive", "let_go")}
+    with mock.patch.multiple(Line, **patched), mock.patch.object(InStages, "results", timed):
         for _ in range(1 + count):
             dist.barrier()
             mine(**batch)

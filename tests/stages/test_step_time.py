@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.testing import on_processes
-from tests.stages.slept import best, steps
-
-BY_DAY = [(2, "1f1b", 4, 0), (2, "zero-bubble", 4, 1), (2, "zb-v", 4, 2)]
-BY_NIGHT = [
-    [(2, order, 6, seed) for seed, order in enumerate(("gpipe", "1f1b", "zero-bubble", "interleaved", "zb-v"), 3)],
-    [
-        (4, order, 8, seed)
-        for seed, order in enumerate(("gpipe", "1f1b", "zero-bubble", "interleaved", "zb-v", "dualpipe-v", "greedy"), 8)
-    ],
-]
+from tests.stages.slept import BY_DAY, BY_NIGHT, best, steps
 
 
 @pytest.mark.machines
