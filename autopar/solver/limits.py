@@ -170,6 +170,9 @@ class StateLimits:
     program: StateProgramLimits = StateProgramLimits()
     looser: int = 6  # budgets above the given one under which states are searched that the host makes fit. Chosen.
     packed: int = 24  # known states, the slowest that would still be faster, that are tried with the host. Chosen.
+    more: int = 6  # runs that are repeated one after the other where no known states fit beside the host. Chosen.
+    largest: int = 12  # runs that are tried for each of them. Chosen.
+    exchanged: int = 4  # runs among them that are tried in the place of a repeated one. Chosen.
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ than one that moves them. So the bound under a budget is that under this looser 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,6 +71,12 @@ class Packing:
         self.last = [line.runs[i].time for i in last]  # value -> the time of forward at which it is last read
 
     @property
+    def largest(self) -> list[int]:
+        """The runs that make most of what may be dropped, the largest first."""
+        size = {i: float(self.line.bytes[values].sum()) for i, values in self.able.items()}
+        return sorted(size, key=lambda i: -size[i])[: _LIMITS.largest]
+
+    @property
     def carried(self) -> float:
         """The most bytes that can have left by the end of forward."""
         return self.room.carried(float(self.pace[: self.line.ops].sum()))
@@ -103,6 +110,12 @@ class Packing:
             else:
                 few = middle
         return best
+
+    def peak(self, states: StepStates) -> float:
+        """The peak of the states with all on the host that comes in time."""
+        through = self.line.under(states.again, states.passing)
+        away = self.travels(list(self._groups(states.again, through)), self._ends(through))
+        return float(self.line.under(states.again, states.passing, away).held.max())
 
     def _most_away(self, through: Through) -> np.ndarray:
         """The most bytes that can be away at every time."""
@@ -194,17 +207,36 @@ def fitted(packing: Packing, budget: float) -> StepStates | None:
         if (found := packing.packed(states, budget)) is not None:
             best = _faster(best, found)
             break
-    return None if best is None else _less(packing, best, budget)
+    if best is None:
+        best = _with_more(packing, budget)
+    return None if best is None else _with_less(packing, best, budget)
 
 
-def _less(packing: Packing, best: StepStates, budget: float) -> StepStates:
-    """The states without runs that need not be repeated if more travels."""
+def _with_more(packing: Packing, budget: float) -> StepStates | None:
+    """States with one repeated run after another, each that lowers the peak most, until they can be packed."""
+    states = packing.search.none
+    for _ in range(_LIMITS.more):
+        peak = packing.peak(states)
+        nexts = [packing.search.of(states.again | {i}) for i in packing.largest if i not in states.again]
+        fits = [found for one in nexts if (found := packing.packed(one, budget)) is not None]
+        if fits:
+            return min(fits, key=lambda found: found.seconds)
+        states = min(nexts, key=lambda one: (packing.peak(one), one.seconds), default=states)
+        if packing.peak(states) >= peak:
+            break
+    return None
+
+
+def _with_less(packing: Packing, best: StepStates, budget: float) -> StepStates:
+    """The states without runs that need not be repeated if more travels, or with faster ones in their places."""
     runs = packing.line.runs
-    for i in sorted(best.again - packing.line.forced, key=lambda i: -runs[i].seconds)[: LIMITS.refine.left_out]:
-        if i in best.again and runs[i].seconds > 0:
-            states = packing.search.of(best.again - {i}, best.passing)
-            if states.seconds < best.seconds:
-                best = _faster(best, packing.packed(states, budget)) or best
+    slowest = sorted(best.again - packing.line.forced, key=lambda i: -runs[i].seconds)
+    places = [frozenset[int](), *(frozenset((into,)) for into in packing.largest[: _LIMITS.exchanged])]
+    pairs = ((i, into) for i in slowest for into in places)
+    for i, into in itertools.islice(pairs, LIMITS.refine.work // (len(packing.line.runs) * _LIMITS.packed)):
+        states = packing.search.of(best.again - {i} | into, best.passing) if i in best.again else best
+        if states.seconds < best.seconds:
+            best = _faster(best, packing.packed(states, budget)) or best
     return best
 
 
