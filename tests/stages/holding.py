@@ -140,7 +140,7 @@ def peaks(pair):
         torch.manual_seed(0)
         model, batch = MODELS[pair.model]()
         mesh = autopar.DeviceMesh(pair.shape, ("pp", "tp"))
-        asked = dict(mesh=mesh, microbatches=8, memory_budget="inf", cluster=cpu(), optimizer=4)
+        asked = dict(mesh=mesh, microbatches=8, memory_budget="inf", cluster=cpu(), optimizer="sgd-momentum")
         with fake_world(mesh.size, rank=coordinate * pair.shape[1]):
             plan = plan or autopar.plan(model, batch, **asked, pipeline={"schedule": pair.schedule}, **dict(pair.how))
             mine = autopar.autoparallelize(model, batch, plan=plan, sync=False)

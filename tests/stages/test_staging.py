@@ -174,7 +174,9 @@ def held(rank, cases):
     for shape, schedule, how in cases:
         model, batch = decoder()
         mesh = autopar.DeviceMesh(shape, ("pp", "tp"))
-        asked = dict(mesh=mesh, microbatches=8, memory_budget="inf", pipeline={"schedule": schedule}, optimizer=4)
+        asked = dict(
+            mesh=mesh, microbatches=8, memory_budget="inf", pipeline={"schedule": schedule}, optimizer="sgd-momentum"
+        )
         mine = autopar.autoparallelize(model, batch, **asked, **how)
         place, _ = mine.plan.pipeline.split(rank)
         found.append((said(mine.plan, place), peak(mine, batch)))
