@@ -22,7 +22,7 @@ from autopar.stages import Order, Prices, StagePrices, simulated
 from tests.stages.models import Twice
 
 # Coordinates, order, micro-batches, and the seed of the seconds.
-BY_DAY = [(2, "1f1b", 4, 0), (2, "zero-bubble", 4, 1), (2, "zb-v", 4, 2)]
+BY_DAY = [(2, "1f1b", 3, 0), (2, "zero-bubble", 3, 1), (2, "zb-v", 3, 2)]
 BY_NIGHT = [
     [(2, order, 6, seed) for seed, order in enumerate(("gpipe", "1f1b", "zero-bubble", "interleaved", "zb-v"), 3)],
     [
