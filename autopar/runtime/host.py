@@ -123,6 +123,26 @@ class Transfer:
     arrives: Tensor
     event: Any = None  # the CUDA event behind the copy
 
+    def end(self) -> Tensor:
+        """What has arrived, for all that the device runs from here on."""
+        assert self.source is not None
+        if self.event is None:
+            self.arrives.copy_(self.source)
+        else:
+            self._wait()
+        self.source = None
+        return self.arrives
+
+    def __del__(self) -> None:
+        """Where an error leaves a copy without an end, its memory is used again only behind it."""
+        if self.source is not None and self.event is not None:
+            self._wait()
+
+    def _wait(self) -> None:
+        on_device = self.arrives if self.arrives.is_cuda else self.source
+        assert on_device is not None
+        torch.cuda.current_stream(on_device.device).wait_event(self.event)
+
 
 def begin_to_host(x: Tensor) -> Transfer:
     """Begin to copy a value to the host."""
@@ -134,7 +154,7 @@ def begin_to_host(x: Tensor) -> Transfer:
 def end_to_host(transfer: Transfer) -> Tensor:
     """The value on the host. What runs on the device from here on may use its memory there."""
     source = transfer.source
-    host = _ended(transfer)
+    host = transfer.end()
     if HOST.overwrites and source is not None:
         source.fill_(_nothing(source.dtype))
     return host
@@ -149,7 +169,7 @@ def begin_from_host(host: Tensor, device: str) -> Transfer:
 
 def end_from_host(transfer: Transfer) -> Tensor:
     """The value on the device, for what runs from here on."""
-    return _ended(transfer)
+    return transfer.end()
 
 
 def _copy(into: Tensor, source: Tensor, buffer: Buffer, way: str) -> Any:
@@ -172,17 +192,6 @@ def _copy(into: Tensor, source: Tensor, buffer: Buffer, way: str) -> Any:
 def _stream(device: int, way: str) -> Any:
     """The stream of a device's copies in one direction."""
     return torch.cuda.Stream(device)
-
-
-def _ended(transfer: Transfer) -> Tensor:
-    assert transfer.source is not None
-    if transfer.event is None:
-        transfer.arrives.copy_(transfer.source)
-    else:
-        device = transfer.arrives.device if transfer.arrives.is_cuda else transfer.source.device
-        torch.cuda.current_stream(device).wait_event(transfer.event)
-    transfer.source = None
-    return transfer.arrives
 
 
 def _nothing(dtype: torch.dtype) -> Any:

@@ -22,12 +22,16 @@ from autopar.certificate import VARIABLE
 from autopar.certificate.host import check_travels
 from autopar.codegen import offloaded
 from autopar.codegen.joint import LOWERED
+from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.lower import lower
-from autopar.letters import BadPlan, NotCertified
+from autopar.kernels import NAMES
+from autopar.letters import BadPlan, NotCertified, NotServed
 from autopar.runtime.host import HOST, begin_from_host, begin_to_host, end_from_host, end_to_host
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer
 from benchmarks.memory import Live
+from tests import language
+from tests.equality.gpt2 import gpt2
 from tests.host import small_values_travel, travels
 from tests.models import eager_links, mlp_case
 from tests.stages.models import case
@@ -55,6 +59,10 @@ def planned(model, batch, how):
     return autopar.plan(model, batch, memory_budget="inf", cluster=eager_links(), **MESHES[how])
 
 
+def loss_of(outputs):
+    return getattr(outputs, "loss", outputs)
+
+
 def step(rank, model, batch, plan, **how):
     """Loss and gradients of two micro-batches of which the first waits, and of one alone."""
     torch.manual_seed(0)
@@ -63,9 +71,9 @@ def step(rank, model, batch, plan, **how):
     for waiting in (True, False):
         mine.zero_grad()
         with mine.no_sync() if waiting else contextlib.nullcontext():
-            (loss := mine(**batch)).backward()
+            (loss := loss_of(mine(**batch))).backward()
         if waiting:
-            mine(**batch).backward()
+            loss_of(mine(**batch)).backward()
         found[f"loss {waiting}"] = loss.detach()
         found |= {f"{n} {waiting}": whole(p.grad).clone() for n, p in mine.named_parameters() if p.grad is not None}
     return found
@@ -99,6 +107,30 @@ def test_gradients_are_bit_for_bit_those_of_the_plan_that_saves_all_on_the_devic
     assert not HOST.bytes
 
 
+LANGUAGE = {
+    "gpt2 with dropout": lambda: (language.gpt2(vocabulary=128), language.drawn(4, 16, 128), MESHES["one device"]),
+    "bert in chunks": lambda: (language.bert(), language.drawn(4, 16, 256), dict(mesh=(1,), chunks=2)),
+    "llama in kernels": lambda: (language.llama(), language.drawn(4, 16, 256), dict(mesh=(1,), kernels=NAMES)),
+    "uneven gpt2": lambda: (*gpt2(0.0), MESHES["both"]),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_models_of_transformers_too(name, threads, monkeypatch):
+    """Draws, kernels and parts that are uneven; what runs once for each chunk stays."""
+    monkeypatch.setenv("AUTOPAR_KERNELS", "ops")
+    model, batch, how = LANGUAGE[name]()
+    with small_values_travel():
+        plan = autopar.plan(model, batch, memory_budget="inf", cluster=eager_links(), **how)
+        for one in (plan, plan.recomputing([n for n, d in plan.decisions.items() if d.kind == "op"][::3])):
+            expected = on_ranks(threads, model, batch, one)  # what recomputes may have other kernels
+            HOST.restart()
+            found = on_ranks(threads, model, batch, one.offloading(travels(one)))
+            assert not any(map(differing, found, expected))
+            assert HOST.peak
+
+
 def in_processes(rank, model, batch, *plans):
     """Steps under plans with gloo, and with halves that are compiled between collectives."""
     with small_values_travel():
@@ -127,6 +159,37 @@ def test_a_second_backward_brings_values_back_once_more():
         assert all(torch.equal(whole(p.grad), 2 * first) for p, first in zip(mine.parameters(), once, strict=True))
         gc.collect()
         assert not HOST.bytes
+
+
+# -- places
+
+PLACES = [  # ops of a plan, with those of the program behind and before whose nodes the value travels
+    ("blocks.0.down/linear", "blocks_0_down_linear", "blocks.0.down/linear", "blocks_0_down_linear"),
+    ("blocks.1.up/linear", "blocks_1_up_linear", "head/linear", "head_linear"),
+    ("blocks.0/add:shared", "blocks_1_norm_layer_norm", "blocks.0/add:shared", "blocks_0_down_linear"),
+    ("blocks.0.up/linear", "blocks_0_down_linear", "blocks.0/gelu", "blocks_0_down_linear"),
+]
+
+
+@pytest.mark.parametrize(("gone", "behind", "comes", "before"), PLACES)
+def test_a_value_travels_where_the_plan_says(gone, behind, comes, before):
+    """Where an op has no node the next one counts; no value is gone, or late, while it is read."""
+    model, batch = mlp_case()
+    plan = planned(model, batch, "one device").offloading({"blocks.0/gelu": (gone, comes)})
+    with small_values_travel():
+        joint = lower(ColoTracer().trace(model, batch), plan, (0,)).joint
+    (leaves,) = joint.forward.find_nodes(op="call_function", target=begin_to_host)
+    (gelu,) = leaves.args
+    assert leaves.prev is sorted(gelu.users)[-2]  # the last is `leaves`
+    (host,) = leaves.users
+    ops = [n.meta.get(OP) for n in joint.forward.nodes if n > host]
+    assert behind not in ops and (host.prev is leaves or host.prev.meta[OP] == behind)
+    for half in (joint.backward, joint.hold):
+        (returns,) = half.find_nodes(op="call_function", target=begin_from_host)
+        (end,) = returns.users
+        assert end.next in end.users
+        assert returns.next is end or returns.next.meta[BACK] == before
+        assert returns.next is end or before not in [n.meta.get(BACK) for n in half.nodes if n < returns]
 
 
 # -- memory
@@ -369,5 +432,7 @@ def test_plans_that_cannot_be_are_letters():
     graph = ColoTracer().trace(model, batch)
     with pytest.raises(BadPlan, match="nowhere"):
         lower(graph, plan.offloading({name: (op, "nowhere")}), (0,))
+    with pytest.raises(NotServed, match="and a pipeline"):
+        lower(graph, dataclasses.replace(plan.offloading({name: (op, op)}), pipeline=object()), (0,))
     code = str(lower(graph, plan.offloading({name: (op, op)}), (0,)).program)
     assert f"on the host from behind {op} until before the backward of {op}" in code
