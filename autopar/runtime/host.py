@@ -5,9 +5,10 @@
     begin_from_host    the copy back begins, into new memory of the device
     end_from_host      the value on the device, laid out as it was
 
-On a GPU each direction has a stream of its own, and the host waits for none of them: the compute stream waits for the
-event of a copy where the copy ends, and a copy waits for the events of those that used its buffer before. A tensor that
-is copied is kept by its `Transfer` until then, so that no allocator has to know of other streams.
+On a GPU each direction has a stream of its own, and the host waits for neither: a copy waits for what the compute
+stream has been given when the copy begins, and the compute stream waits for the event of the copy where the copy ends.
+Memory of either side is used again only behind an end, so that no allocator has to know of other streams; a `Transfer`
+keeps what is copied until then.
 
 On a CPU the memory of the host is a second memory, which is counted. A copy runs where it ends, the last moment at
 which it may, so that writing to the value in between is noticed there as well.
@@ -28,19 +29,6 @@ from torch import Tensor
 from autopar.letters import NotServed
 
 
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """Bytes of the host's memory that values use one after another."""
-
-    memory: Tensor
-    is_pinned: bool
-    copied: Any = None  # the CUDA event behind the last copy that read or wrote it
-
-    @property
-    def address(self) -> int:
-        return self.memory.data_ptr()
-
-
 class HostMemory:
     """The host's memory for values that wait, counted; buffers are kept for later values of their size.
 
@@ -55,8 +43,8 @@ class HostMemory:
         self.overwrites = False
         self._most = 0
         self._idle = 0
-        self._free: dict[tuple[int, bool], list[Buffer]] = {}
-        self._lent: dict[int, Buffer] = {}  # address -> buffer
+        self._free: dict[tuple[int, bool], list[Tensor]] = {}  # bytes and whether they are pinned -> buffers
+        self._lent = set[int]()  # addresses
         self._lock = threading.RLock()  # a value may end in any thread, and inside of this class
 
     def lend(self, like: Tensor) -> Tensor:
@@ -67,20 +55,10 @@ class HostMemory:
             buffer = self._taken(nbytes, like.is_cuda)
             self.bytes += nbytes
             self.peak = max(self.peak, self.bytes)
-            self._lent[buffer.address] = buffer
-        window = buffer.memory.numpy()  # an array of its own, whose life is that of the value
-        weakref.finalize(window, self._give_back, buffer).atexit = False
+            self._lent.add(buffer.data_ptr())
+        window = buffer.numpy()  # an array of its own, whose life is that of the value
+        weakref.finalize(window, self._give_back, buffer, like.is_cuda).atexit = False
         return torch.from_numpy(window).view(like.dtype).as_strided(like.shape, like.stride())
-
-    def buffer_of(self, value: Tensor) -> Buffer:
-        """The buffer of a value that is there; a letter where the value was copied on its way to backward."""
-        buffer = self._lent.get(value.untyped_storage().data_ptr())
-        if buffer is None:
-            raise NotServed(
-                "a value that waits on the host for backward has been copied: its own copy may have been under way",
-                advice="no torch.autograd.graph.saved_tensors_hooks around the model, or a plan without host_budget",
-            )
-        return buffer
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a value which waits here."""
@@ -90,7 +68,7 @@ class HostMemory:
         """Count a peak anew, from what is there now."""
         self.peak = self.bytes
 
-    def _taken(self, nbytes: int, is_pinned: bool) -> Buffer:
+    def _taken(self, nbytes: int, is_pinned: bool) -> Tensor:
         free = self._free.get((nbytes, is_pinned))
         if free:
             self._idle -= nbytes
@@ -98,18 +76,17 @@ class HostMemory:
         self._most = max(self._most, self.bytes + nbytes)
         for idle in self._free.values():
             while idle and self.bytes + self._idle + nbytes > self._most:
-                self._idle -= idle.pop(0).memory.numel()
+                self._idle -= idle.pop(0).numel()
         if is_pinned:
-            return Buffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), is_pinned)
-        return Buffer(torch.from_numpy(np.empty(nbytes, np.uint8)), is_pinned)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.from_numpy(np.empty(nbytes, np.uint8))
 
-    def _give_back(self, buffer: Buffer) -> None:
+    def _give_back(self, buffer: Tensor, is_pinned: bool) -> None:
         with self._lock:
-            nbytes = buffer.memory.numel()
-            del self._lent[buffer.address]
-            self.bytes -= nbytes
-            self._idle += nbytes
-            self._free.setdefault((nbytes, buffer.is_pinned), []).append(buffer)
+            self._lent.remove(buffer.data_ptr())
+            self.bytes -= buffer.numel()
+            self._idle += buffer.numel()
+            self._free.setdefault((buffer.numel(), is_pinned), []).append(buffer)
 
 
 HOST = HostMemory()
@@ -124,7 +101,7 @@ class Transfer:
     event: Any = None  # the CUDA event behind the copy
 
     def end(self) -> Tensor:
-        """What has arrived, for all that the device runs from here on."""
+        """End the copy: returns what has arrived, for all that the device runs from here on."""
         assert self.source is not None
         if self.event is None:
             self.arrives.copy_(self.source)
@@ -134,7 +111,7 @@ class Transfer:
         return self.arrives
 
     def __del__(self) -> None:
-        """Where an error leaves a copy without an end, its memory is used again only behind it."""
+        """Use the memory of a copy that an error has broken off only behind the copy."""
         if self.source is not None and self.event is not None:
             self._wait()
 
@@ -147,8 +124,7 @@ class Transfer:
 def begin_to_host(x: Tensor) -> Transfer:
     """Begin to copy a value to the host."""
     host = HOST.lend(x)
-    buffer = HOST.buffer_of(host)
-    return Transfer(x, host, _copy(host, x, buffer, "down") if x.is_cuda else None)
+    return Transfer(x, host, _copy(host, x, "to the host") if x.is_cuda else None)
 
 
 def end_to_host(transfer: Transfer) -> Tensor:
@@ -162,9 +138,13 @@ def end_to_host(transfer: Transfer) -> Tensor:
 
 def begin_from_host(host: Tensor, device: str) -> Transfer:
     """Begin to copy a value from the host into new memory of a kind of device."""
-    buffer = HOST.buffer_of(host)
+    if not HOST.holds(host):
+        raise NotServed(
+            "a value that waits on the host for backward has been copied: its own copy may have been under way",
+            advice="no torch.autograd.graph.saved_tensors_hooks around the model, or a plan without values on the host",
+        )
     there = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-    return Transfer(host, there, _copy(there, host, buffer, "up") if there.is_cuda else None)
+    return Transfer(host, there, _copy(there, host, "from the host") if there.is_cuda else None)
 
 
 def end_from_host(transfer: Transfer) -> Tensor:
@@ -172,20 +152,17 @@ def end_from_host(transfer: Transfer) -> Tensor:
     return transfer.end()
 
 
-def _copy(into: Tensor, source: Tensor, buffer: Buffer, way: str) -> Any:
+def _copy(into: Tensor, source: Tensor, way: str) -> Any:
     """Copy beside the compute; returns the event behind the copy.
 
-    The source has to be made first, or the memory that is written to has to be free: the compute stream tells of both.
+    Before it the compute stream makes the source, or leaves the memory that is written to.
     """
     device = into.device if into.is_cuda else source.device
     beside = _stream(device.index, way)
     beside.wait_stream(torch.cuda.current_stream(device))
-    if buffer.copied is not None:
-        beside.wait_event(buffer.copied)
     with torch.cuda.stream(beside):
         into.copy_(source, non_blocking=True)
-    buffer.copied = beside.record_event()
-    return buffer.copied
+    return beside.record_event()
 
 
 @functools.cache
