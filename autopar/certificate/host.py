@@ -36,7 +36,9 @@ def check_travels(joint: Any) -> None:
 
 
 def _misplaced(joint: Any) -> Iterator[Misplaced]:
-    graphs = [joint.forward, joint.backward, joint.hold, joint.settle]
+    parts = (joint.parts.inward, joint.parts.weights) if joint.parts else ()
+    others = [graph for graph in (joint.beginning, joint.settle, *parts) if graph is not None]
+    graphs = [joint.forward, joint.backward, joint.hold, *others]
     if not any(_travelling(graph, TRAVELLING) for graph in graphs):
         return
     saved = joint.forward.output_node().args[0][joint.outputs :]
@@ -45,7 +47,7 @@ def _misplaced(joint: Any) -> Iterator[Misplaced]:
     for half in (joint.backward, joint.hold):
         given = half.find_nodes(op="placeholder")
         yield from _of_backward(half, {given[place] for place in travels}, is_whole=half is joint.backward)
-    yield from ((node, "a value travels in no half") for node in _travelling(joint.settle, TRAVELLING))
+    yield from ((node, "a value travels in no half") for graph in others for node in _travelling(graph, TRAVELLING))
 
 
 def _travelling(graph: fx.Graph, calls: frozenset[Any]) -> list[fx.Node]:
@@ -64,9 +66,11 @@ def _of_forward(graph: fx.Graph, saved: Sequence[fx.Node]) -> Iterator[Misplaced
         own = memory[begun.args[0]]
         if own.op == "placeholder":
             yield begun, "a value leaves that forward has not made"
-        end, *more = begun.users
-        if more or end.target is not end_to_host or list(end.users) != [graph.output_node()] or saved.count(end) != 1:
+        ends = list(begun.users)
+        if len(ends) != 1 or ends[0].target is not end_to_host or saved.count(ends[0]) != 1 or len(ends[0].users) != 1:
             yield begun, "a copy to the host does not end as one value that is saved"
+            continue
+        (end,) = ends
         for reader, value in reads[own]:
             if place[reader] > place[begun] and _writes_to(reader, value):
                 yield reader, f"the memory of {own} is written to after its copy has begun"

@@ -101,7 +101,7 @@ class Transfer:
     event: Any = None  # the CUDA event behind the copy
 
     def end(self) -> Tensor:
-        """End the copy: returns what has arrived, for all that the device runs from here on."""
+        """End the copy, and return the tensor for all that the device runs from here on."""
         assert self.source is not None
         if self.event is None:
             self.arrives.copy_(self.source)
@@ -111,7 +111,7 @@ class Transfer:
         return self.arrives
 
     def __del__(self) -> None:
-        """Use the memory of a copy that an error has broken off only behind the copy."""
+        """Let later work wait for a copy that an error has broken off."""
         if self.source is not None and self.event is not None:
             self._wait()
 

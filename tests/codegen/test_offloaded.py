@@ -327,6 +327,12 @@ def _a_view_is_saved_on_the_device(graph):
     output.args = ((*output.args[0], view),)
 
 
+def _is_saved_before_its_end(graph):
+    begun = first(graph, begin_to_host)
+    (end,) = begun.users
+    end.replace_all_uses_with(begun)
+
+
 def _leaves_twice(graph):
     output, begun = graph.output_node(), first(graph, begin_to_host)
     with graph.inserting_after(begun):
@@ -351,6 +357,7 @@ BROKEN = {
         _is_free_before_its_last_reader,
         _is_saved_on_the_device_too,
         _a_view_is_saved_on_the_device,
+        _is_saved_before_its_end,
         _leaves_twice,
         _is_written_over_on_its_way,
         _a_primal_leaves,
