@@ -213,7 +213,7 @@ def fitted(packing: Packing, budget: float) -> StepStates | None:
 
 
 def _with_more(packing: Packing, budget: float) -> StepStates | None:
-    """States with one repeated run after another, each that lowers the peak most, until they can be packed."""
+    """States with one more repeated run after another, which lowers the peak most, until they fit."""
     states = packing.search.none
     for _ in range(_LIMITS.more):
         peak = packing.peak(states)
@@ -228,7 +228,7 @@ def _with_more(packing: Packing, budget: float) -> StepStates | None:
 
 
 def _with_less(packing: Packing, best: StepStates, budget: float) -> StepStates:
-    """The states without runs that need not be repeated if more travels, or with faster ones in their places."""
+    """The states without runs that need not be repeated if more travels, or with faster ones instead."""
     runs = packing.line.runs
     slowest = sorted(best.again - packing.line.forced, key=lambda i: -runs[i].seconds)
     places = [frozenset[int](), *(frozenset((into,)) for into in packing.largest[: _LIMITS.exchanged])]
