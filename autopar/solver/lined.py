@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solver.limits import LIMITS
-from autopar.solver.offload import Packing, fitted, pace_of, told
+from autopar.solver.offload import Packing, faster, fitted, pace_of, told
 from autopar.solver.points import Point
 from autopar.solver.policies import IN_ONE_LOOK, Policy, in_segments, named, repeated
 from autopar.solver.refine import refined
@@ -91,7 +91,9 @@ class Lined:
         """The fastest plan within a budget after refining known states and those of named policies, or None."""
         for policy in IN_ONE_LOOK:
             self.states.of(self.line.again(named(policy, self.line, budget).names))
-        best = refined(self.states, budget) if self.packing is None else fitted(self.packing, budget)
+        best = refined(self.states, budget)
+        if self.packing is not None:
+            best = faster(best, fitted(self.packing, budget))
         return None if best is None else self.under(best)
 
 

@@ -200,12 +200,12 @@ def fitted(packing: Packing, budget: float) -> StepStates | None:
             high = middle
         else:
             low = middle
-            best = _faster(best, found)
+            best = faster(best, found)
     limit = np.inf if best is None else best.seconds
     known = sorted((s for s in set(search.known.values()) if s.seconds < limit), key=lambda s: s.seconds)
     for states in known[-_LIMITS.packed :]:
         if (found := packing.packed(states, budget)) is not None:
-            best = _faster(best, found)
+            best = faster(best, found)
             break
     if best is None:
         best = _with_more(packing, budget)
@@ -236,11 +236,12 @@ def _with_less(packing: Packing, best: StepStates, budget: float) -> StepStates:
     for i, into in itertools.islice(pairs, LIMITS.refine.work // (len(packing.line.runs) * _LIMITS.packed)):
         states = packing.search.of(best.again - {i} | into, best.passing) if i in best.again else best
         if states.seconds < best.seconds:
-            best = _faster(best, packing.packed(states, budget)) or best
+            best = faster(best, packing.packed(states, budget)) or best
     return best
 
 
-def _faster(one: StepStates | None, other: StepStates | None) -> StepStates | None:
+def faster(one: StepStates | None, other: StepStates | None) -> StepStates | None:
+    """The faster of two states, of which either may be missing."""
     both = [states for states in (one, other) if states is not None]
     return min(both, key=lambda states: states.seconds, default=None)
 

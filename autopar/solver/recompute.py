@@ -37,7 +37,8 @@ def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
     if policy == "none":
         return _on_host_alone(task, without())
     if policy == "auto":
-        return _auto(task, without)
+        found = _auto(task, without)
+        return _auto(replace(task, room=None), without) if found.best is None and task.room is not None else found
     search = PolicySearch(task, policy)
     search.look()
     if search.is_hopeless:
