@@ -169,6 +169,7 @@ class StateLimits:
     pairs: int = 2  # pairs of states that are spliced
     program: StateProgramLimits = StateProgramLimits()
     looser: int = 6  # budgets above the given one under which states are searched that the host makes fit. Chosen.
+    halved: int = 3  # times that the way from such a budget to the next is halved. Chosen.
     packed: int = 24  # known states, the slowest that would still be faster, that are tried with the host. Chosen.
     more: int = 6  # runs that are repeated one after the other where no known states fit beside the host. Chosen.
     largest: int = 12  # runs that are tried for each of them. Chosen.

@@ -189,18 +189,23 @@ def fitted(packing: Packing, budget: float) -> StepStates | None:
     found = packing.packed(search.none, budget)
     if found is not None or not packing.repeats:
         return found
-    low = budget
-    high = min(search.none.peak, budget + packing.carried)
     best = search.within(budget)
-    for _ in range(_LIMITS.looser):
-        middle = (low + high) / 2
-        states = search.within(middle)
-        found = None if states is None else packing.packed(states, budget)
-        if found is None:
-            high = middle
-        else:
-            low = middle
+    whole = min(search.none.peak, budget + packing.carried) - budget
+    # The loosest of a few budgets, and then halfway towards the next: what can be packed is not all that is tighter.
+    low = high = 0.0
+    for share in np.linspace(1.0, 0.0, _LIMITS.looser, endpoint=False).tolist():
+        if (found := _under(packing, budget, budget + share * whole)) is not None:
             best = faster(best, found)
+            low = share
+            break
+        high = share
+    for _ in range(_LIMITS.halved if high else 0):
+        middle = (low + high) / 2
+        if (found := _under(packing, budget, budget + middle * whole)) is not None:
+            best = faster(best, found)
+            low = middle
+        else:
+            high = middle
     limit = np.inf if best is None else best.seconds
     known = sorted((s for s in set(search.known.values()) if s.seconds < limit), key=lambda s: s.seconds)
     for states in known[-_LIMITS.packed :]:
@@ -210,6 +215,12 @@ def fitted(packing: Packing, budget: float) -> StepStates | None:
     if best is None:
         best = _with_more(packing, budget)
     return None if best is None else _with_less(packing, best, budget)
+
+
+def _under(packing: Packing, budget: float, looser: float) -> StepStates | None:
+    """The fastest states under a looser budget, packed into a budget; None where they do not fit."""
+    states = packing.search.within(looser)
+    return None if states is None else packing.packed(states, budget)
 
 
 def _with_more(packing: Packing, budget: float) -> StepStates | None:

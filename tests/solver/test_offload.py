@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import autopar
+from autopar.letters import BadBudget, NotServed
 from autopar.sharding.host import Host
 from autopar.solver.offload import Packing, Room, fitted
 from autopar.solver.states import StateSearch
+from benchmarks.offload import planned
+from tests.models import mlp_case
 from tests.solver.test_states import drawn
 
 MIB = 2.0**20
@@ -141,3 +146,33 @@ def test_no_more_is_on_the_host_than_it_has_room_for():
     size = sum(line.bytes[v] for v in away)
     less = packing_of(line, 1e9, room=size - 1).travels(groups, ends)
     assert len(away) > 1 and 0 < sum(line.bytes[v] for v in less) < size and less.items() < away.items()
+
+
+@pytest.mark.nightly
+def test_a_large_model_pays_less_the_faster_its_link_is():
+    """LLaMA-8B under ZeRO-3 on 8 devices: against recompute alone, and as long as it takes to plan that."""
+    free, _ = planned("inf", 0.0)
+    for share, most in ((0.5, 0.018), (0.42, 0.04), (0.33, 0.13)):
+        alone, took = planned(share * free.peak_bytes, 0.0)
+        slow, _ = planned(share * free.peak_bytes, 24e9)
+        plan, longer = planned(share * free.peak_bytes, 52e9)
+        fast, _ = planned(share * free.peak_bytes, 370e9)
+        assert plan.step_time_s <= (1 + most) * free.step_time_s and longer <= 1.5 * took
+        assert fast.step_time_s == pytest.approx(free.step_time_s, rel=1e-6)
+        assert plan.step_time_s <= slow.step_time_s <= (np.inf if alone is None else alone.step_time_s)
+        assert max(p.peak_bytes for p in (slow, plan, fast)) <= share * free.peak_bytes
+
+
+def test_plans_without_a_host_do_not_know_it():
+    """And a budget of 0 is none; what a search does not serve is a letter."""
+    model, batch = mlp_case()
+    host = Host("slot", 1e10, 1e10, 1e-5, 2**40)
+    cluster = replace(autopar.Cluster.of("generic"), host=host)
+    plain = autopar.plan(model, batch, mesh=1, cluster=replace(cluster, host=None))
+    assert autopar.plan(model, batch, mesh=1, cluster=cluster, host_budget=0).to_dict() == plain.to_dict()
+    wrong = {"recompute": ("full", NotServed), "pipeline": (2, NotServed), "host_budget": ("much", BadBudget)}
+    for name, (value, letter) in wrong.items():
+        with pytest.raises(letter):
+            autopar.plan(model, batch, mesh=2, cluster=cluster, **{"host_budget": "1GiB", name: value})
+    with pytest.raises(BadBudget, match="nobody says"):
+        autopar.plan(model, batch, mesh=1, cluster=replace(cluster, host=None), host_budget="1GiB")
