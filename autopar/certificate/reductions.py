@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.certificate.calls import TypedCall, rule, unknown
@@ -12,23 +12,32 @@ from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, plai
 _NONE: frozenset[str] = frozenset()
 
 
-def _reduced(call: TypedCall, dims: Any, keepdim: bool, x: Type) -> tuple[tuple[Dim, ...], frozenset[str]]:
-    """The dims that remain after a reduction, and the axes that cut the reduced ones."""
-    gone = {d % max(1, len(x.dims)) for d in ([dims] if isinstance(dims, int) else dims or range(len(x.dims)))}
-    left = [() if d in gone else dim for d, dim in enumerate(x.dims) if d not in gone or keepdim]
-    axes = frozenset(axes_of(x.dims[d] for d in gone))
-    return tuple(left), axes | (call.axes if any(is_free(x.dims[d]) for d in gone if x.dims) else _NONE)
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """What a reduction over some dims leaves, and along which axes it is one of parts."""
+
+    left: tuple[Dim, ...]  # the dims that remain
+    cut: frozenset[str]  # axes that cut the reduced dims
+    doubtful: frozenset[str]  # axes that may cut them: a constant is as good a part as it is a whole
+
+
+def _reduced(call: TypedCall, dims: Any, keepdim: bool, x: Type) -> _Reduction:
+    places = {d % max(1, len(x.dims)) for d in ([dims] if isinstance(dims, int) else dims or range(len(x.dims)))}
+    gone = [dim for d, dim in enumerate(x.dims) if d in places]
+    left = [() if d in places else dim for d, dim in enumerate(x.dims) if d not in places or keepdim]
+    may_be_parts = any(map(is_free, gone))
+    # An axis that cuts another dim, or over which this is a part of a sum, cuts no constant beside it.
+    doubtful = call.axes - x.known if may_be_parts else _NONE
+    return _Reduction(tuple(left), frozenset(axes_of(gone)), doubtful)
 
 
 @rule("sum.dim_IntList", "sum.default")
 def _sum(call: TypedCall) -> Type:
     x = call.args[0]
-    dims, axes = _reduced(call, call.at(1), bool(call.at(2, call.kwargs.get("keepdim", False))), x)
+    made = _reduced(call, call.at(1), bool(call.at(2, call.kwargs.get("keepdim", False))), x)
     if x.most:
         raise Refused(f"it lies as {x}", "the maximum comes first")
-    if axes - frozenset(axes_of(x.dims)):  # a constant was summed: over a part, or over the whole
-        return Type(dims, sums=x.sums, open=x.open).opened(axes - frozenset(axes_of(dims)))
-    return Type(dims, sums=x.sums | axes, open=x.open, is_zero=x.is_zero)
+    return Type(made.left, sums=x.sums | made.cut, open=x.open, is_zero=x.is_zero).opened(made.doubtful)
 
 
 @rule("histc.default")
@@ -48,22 +57,22 @@ def _counted(call: TypedCall) -> Type:
 @rule("mean.dim", "mean.default")
 def _mean(call: TypedCall) -> Type:
     x = call.args[0]
-    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
-    if cut := axes & frozenset(axes_of(x.dims)):
+    made = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    if made.cut:
         raise Refused(
-            f"a mean over rows that {', '.join(sorted(cut))} cuts counts those of one device",
+            f"a mean over rows that {', '.join(sorted(made.cut))} cuts counts those of one device",
             "a sum, over the count of all",
         )
-    return Type(dims, sums=x.sums, open=x.open)
+    return Type(made.left, sums=x.sums, open=x.open).opened(made.doubtful)
 
 
 @rule("amax.default")
 def _largest(call: TypedCall) -> Type:
     x = call.args[0]
-    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    made = _reduced(call, call.at(1), bool(call.at(2, False)), x)
     if x.sums:
         raise Refused(f"it lies as {x}", "it has to be summed before")
-    return Type(dims, most=(axes & frozenset(axes_of(x.dims))) | x.most, open=x.open)
+    return Type(made.left, most=made.cut | x.most, open=x.open).opened(made.doubtful)
 
 
 @rule("amin.default")
@@ -72,8 +81,8 @@ def _smallest(call: TypedCall) -> Type:
     x = call.args[0]
     if x.sums:
         raise Refused(f"it lies as {x}", "it has to be summed before")
-    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
-    return Type(dims, open=x.open).opened((axes & frozenset(axes_of(x.dims))) | x.most)
+    made = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    return Type(made.left, open=x.open).opened(made.cut | made.doubtful | x.most)
 
 
 @rule("logsumexp.default")
@@ -81,15 +90,15 @@ def _log_of_sums(call: TypedCall) -> Type:
     x = call.args[0]
     if x.sums | x.most:
         raise Refused(f"it lies as {x}", "a logarithm is of what is summed")
-    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
-    return Type(dims, open=x.open).opened(axes & frozenset(axes_of(x.dims)))
+    made = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    return Type(made.left, open=x.open).opened(made.cut | made.doubtful)
 
 
 @rule("any.dim", "any.dims", "any.default", "all.dim", "all.dims", "all.default")
 def _any(call: TypedCall) -> Type:
     x = call.args[0]
-    dims, axes = _reduced(call, call.at(1), bool(call.at(2, False)), x)
-    return Type(dims, open=x.open).opened((axes & frozenset(axes_of(x.dims))) | x.sums | x.most)
+    made = _reduced(call, call.at(1), bool(call.at(2, False)), x)
+    return Type(made.left, open=x.open).opened(made.cut | made.doubtful | x.sums | x.most)
 
 
 @rule("_safe_softmax.default")

@@ -47,7 +47,7 @@ def all_reduce_max(x: Type, axis: str) -> Type:
 def all_gather(x: Type, axis: str, dim: int, length: int, blocks: Any = ()) -> Type:
     if not x.dims[dim] and axis in x.sums:  # one row of a dim that is cut is also a part of the sum over the dim
         return replace(x, dims=_with(x, dim, whole(length))).opened([axis])
-    is_repeated = axis not in x.open and (is_free(x.dims[dim]) or not x.dims[dim])
+    is_repeated = is_free(x.dims[dim]) or (axis not in x.open and not x.dims[dim])
     if is_repeated:  # Repeated rows are as good as parts of any whole.
         return replace(x, dims=_with(x, dim, ((length, FREE),)), open=x.open - {axis})
     if axis not in x.open:

@@ -18,7 +18,8 @@ from autopar.certificate.calls import TypedCall
 from autopar.certificate.elementwise import as_parts
 from autopar.certificate.readings import Wholes, regrouped
 from autopar.certificate.rules import typed
-from autopar.certificate.types import FREE, Refused, Type, axes_of, joined, lies_as, plain
+from autopar.certificate.steps import after
+from autopar.certificate.types import FREE, Refused, Type, axes_of, free, joined, lies_as, plain
 from autopar.certificate.walk import _Walk
 from autopar.codegen import joint, joint_passes
 from autopar.codegen.lower import _interface, lower
@@ -409,6 +410,47 @@ def test_a_part_of_a_sum_passes_ops_that_are_linear(op, more, refused):
             typed(op, call)
     else:
         assert typed(op, call).sums == {"tp"}
+
+
+class Offset(nn.Module):
+    """A number is added to a column, whose gradient is of one row that may be one of several."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.offset = nn.Linear(8, 1), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return (self.up(x) + self.offset).square().mean()
+
+
+def test_a_repeated_row_leaves_no_doubt_about_the_axes_that_cut_others():
+    """The gradient of a number is unknown along one axis, and has to be summed over that of the batch."""
+    request = Request(mesh=MESH, memory_budget="inf", parallel="2d")
+    graph = request.trace(Offset(), {"x": torch.randn(8, 8)})
+    program = lower(graph, plan_of(graph, request), (1, 1))
+    assert program.certified().open_ends
+    for what, wrong in broken(program):
+        with pytest.raises(NotCertified):
+            wrong.certified()
+            pytest.fail(what)
+
+
+@pytest.mark.parametrize("op", ["sum.dim_IntList", "mean.dim", "amax.default", "amin.default", "logsumexp.default"])
+def test_repeated_rows_are_reduced_beside_others_that_are_cut(op):
+    """They may be all rows or a part along an axis that cuts none, as either of two devices has it."""
+    name, overload = op.split(".")
+    function = getattr(getattr(torch.ops.aten, name), overload)
+    call = TypedCall((Type((TWO, ((3, FREE),))), [1]), {}, ((2,),), frozenset({"dp", "tp"}))
+    made = typed(function, call)
+    assert (made.dims, made.open, made.known) == ((TWO,), {"tp"}, {"dp", "tp"})
+
+
+def test_repeated_rows_are_gathered_along_an_axis_of_which_nothing_is_known():
+    """They stay as good a part along the other axis as they were."""
+    x = Type(free((6, 1)), open=frozenset({"tp"}))
+    gathered = after("all_gather", x, "tp", (1, 2, ()), (6, 2), False)
+    assert gathered == Type(free((6, 2)))
+    assert after("all_to_all", gathered, "dp", (1, 4, (), 0, 6, ()), (3, 4), False) == Type(free((3, 4)))
 
 
 @pytest.mark.parametrize("places", [("tp",), ()])
