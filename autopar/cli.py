@@ -157,6 +157,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", help="h100-8x4: four nodes of eight; or the path of a profile")
     _add_fabric(parser)
     parser.add_argument("--budget", help="memory of a device: 40GiB; default: the device's, less a tenth")
+    parser.add_argument("--host-budget", help="memory of the host where activations of a device may wait: 64GiB")
     parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
     parser.add_argument(
         "--optimizer", help="adamw, sgd, sgd-momentum, autopar-adamw, or bytes of states for each parameter"
@@ -205,6 +206,7 @@ def _of_fit(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument("--clusters", default="l4,rtx4090,a100,h100,h200", help="kinds of devices, by commas")
     parser.add_argument("--budget", help="memory of a device: 40GiB; default: each kind's own, less a tenth")
+    parser.add_argument("--host-budget", help="as of plan")
     parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
     parser.add_argument(
         "--optimizer", default="adamw", help="adamw, sgd, sgd-momentum, autopar-adamw, or bytes for each parameter"

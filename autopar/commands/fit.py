@@ -35,7 +35,7 @@ def fit(asked: argparse.Namespace) -> int:
         accumulation=asked.accumulation,
         compile=asked.compile,
     )
-    fitting = Fitting(request, request.trace(model, inputs))
+    fitting = Fitting(request, request.trace(model, inputs), host_budget=asked.host_budget or 0)
     work = StepRates(workload_of(fitting.graph, request), 1, 0.0)
     rows = [fitting.fewest(kind) for kind in kinds]
     if goal is not None:
@@ -122,8 +122,8 @@ def _command(asked: argparse.Namespace, plan: Plan, kind: str) -> str:
     fabric = f" --fabric {asked.fabric}" if asked.fabric else ""
     cluster = f"{kind}{fabric}" if kind.endswith(".json") else plan.cluster.partition(" ")[0]
     said.append(f"--cluster {cluster} --microbatches {plan.microbatches}")
-    names = ("inputs", "precision", "budget")
-    said += [f"--{name} {getattr(asked, name)}" for name in names if getattr(asked, name)]
+    names = ("inputs", "precision", "budget", "host_budget")
+    said += [f"--{name.replace('_', '-')} {getattr(asked, name)}" for name in names if getattr(asked, name)]
     said += [f"--optimizer {asked.optimizer}"] if asked.optimizer != "adamw" else []
     said += [f"--accumulation {asked.accumulation}"] if asked.accumulation > 1 else []
     return " ".join([*said, *(["--compile"] if asked.compile else [])])
@@ -151,6 +151,8 @@ def _data(held: KindFit, goal: Goal | None) -> dict[str, Any]:
         "chunks": plan.chunks,
         "recomputed": len(plan.recomputed),
         "recompute_s": plan.recompute_s,
+        "offloaded": len(plan.offloaded),
+        "host_bytes": plan.host_bytes,
         "expected_s": rates.step_s,
         "interval_s": list(plan.step_interval_s),
         "unit": rates.unit,

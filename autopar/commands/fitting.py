@@ -61,6 +61,7 @@ class Fitting:
     )  # Keys: micro-batches, and whether the head is in chunks.
     needs: dict[str, Needs] = field(default_factory=dict)  # The key is the kind of kernels of a device.
     why_whole: str = ""  # why the model cannot run in micro-batches
+    host_budget: str | int = 0  # bytes of a kind's own host that a device may use
 
     def counts(self, kind: Cluster) -> Iterator[int]:
         return counts_of(rows_of_batch(self.graph), kind.devices_per_node)
@@ -112,7 +113,8 @@ class Fitting:
         shape = (devices,) if shared in (1, devices) else (shared, devices // shared)
         hardware = kind.of_nodes(-(-devices // kind.devices_per_node))
         gap = max(self.request.gap, LIMITS.fit_gap)
-        return replace(self.request, mesh=DeviceMesh.of(shape), cluster=hardware, gap=gap)
+        mesh = DeviceMesh.of(shape)
+        return replace(self.request, mesh=mesh, cluster=hardware, gap=gap, host_budget=self.host_budget)
 
     def _needs(self, kind: Cluster) -> Needs:
         kernels = kind.device.kernels

@@ -21,6 +21,7 @@ def asked_of(asked: argparse.Namespace) -> dict[str, Any]:
         "mesh": asked.mesh,
         "cluster": cluster_of(asked.cluster, asked.fabric) if asked.cluster or asked.fabric else None,
         "memory_budget": asked.budget,
+        "host_budget": asked.host_budget,
         "optimizer": number_or_name(asked.optimizer),
         "precision": asked.precision,
         "parallel": asked.parallel,

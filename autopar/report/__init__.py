@@ -112,6 +112,7 @@ def _places(plan: Plan, groups: list[list[str]]) -> list[dict[str, Any]]:
     for c in plan.conversions:
         arriving.setdefault(c.target, []).append(c.seconds)
     recomputed = plan.recomputed
+    offloaded = plan.offloaded
     found = []
     for members in groups:
         d = plan.decisions[members[0]]
@@ -128,6 +129,7 @@ def _places(plan: Plan, groups: list[list[str]]) -> list[dict[str, Any]]:
                 "seconds": seconds,
                 "moved": moved,
                 "recomputed": members[0] in recomputed,
+                "offloaded": members[0] in offloaded,
                 "told": plan.explain(members[0]) if seconds or moved else "",
                 "source": d.source,
             }

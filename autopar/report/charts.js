@@ -118,11 +118,12 @@ else {
     if (n) entry(by("kinds"), swatch(data.line.colors[kind]), kind, size(n));
 }
 
-// -- the step: above what computes, below what communicates
-const LANES = ["communication", "compute"];
+// -- the step: above what computes, below what communicates, and at the bottom what travels to the host
+const LANES = ["host", "communication", "compute"].filter((lane) => lane !== "host" || data.step.events.some((event) => event[1] === lane));
 const KINDS = {  // of events, by lane
   compute: { forward: "forward", backward: "backward", recompute: "recompute", optimizer: "optimizer" },
   communication: { overlapped: "overlapped by compute", blocking: "blocking, between ops", exposed: "exposed, not hidden" },
+  host: { down: "copies to the host", up: "copies back" },
 };
 const drawStep = () => {
   const events = data.step.events;
@@ -163,13 +164,13 @@ const drawStep = () => {
   const series = tracks.map(({ kind, base }) => ({
     fill: () => css("--" + kind), width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }), fillTo: base,
   }));
-  chartIn(by("lanes"), 190, {
+  chartIn(by("lanes"), 40 + 75 * LANES.length, {
     series: [{}, ...series], padding: [8, 12, 0, 0],
     axes: [
       roundAxis(TIMES, at[at.length - 1], "time in the step", 10, { size: 30 }),
-      axis({ values: () => LANES, splits: () => [0.5, 1.5], size: 108, grid: { show: false }, stroke: () => css("--ink") }),
+      axis({ values: () => LANES, splits: () => LANES.map((_, i) => i + 0.5), size: 108, grid: { show: false }, stroke: () => css("--ink") }),
     ],
-    scales: { x: { time: false }, y: { range: [0, 2] } },
+    scales: { x: { time: false }, y: { range: [0, LANES.length] } },
     cursor: { points: { show: false }, y: false },
     hooks: { setCursor: [(u) => tell(u.cursor.idx)] },
   }, [at, ...tracks.map((track) => track.heights)]);

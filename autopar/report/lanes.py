@@ -1,4 +1,4 @@
-"""The predicted step as a page draws it: what computes, and which communication compute waits for."""
+"""The predicted step as a page draws it: what computes, which communication compute waits for, the host's link."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopar.report.limits import LIMITS
-from autopar.solver.lanes import COMMUNICATION, Event
+from autopar.solver.lanes import COMMUNICATION, FORWARD, HOST, Event
 from autopar.solver.plan import Plan
 
 # Kinds of communication.
 OVERLAPPED = "overlapped"
 BLOCKING = "blocking"
 EXPOSED = "exposed"
+# Kinds of copies on the link of the host.
+DOWN = "down"
+UP = "up"
 
 
 def step_of(plan: Plan) -> dict[str, list[Any]]:
     """Events of the predicted step: place as a number, lane, kind, begin and duration in seconds.
 
     The kind of compute is its part of the step. Communication of a window overlaps with compute or is exposed, and is
-    two events where it is both; other communication is blocking.
+    two events where it is both; other communication is blocking. Copies go down to the host, or up.
     """
     events = plan.timeline().events if plan.has_space else plan.record.step()  # none of a plan in stages
     names = dict.fromkeys(event.place for event in events)
@@ -36,7 +39,9 @@ def step_of(plan: Plan) -> dict[str, list[Any]]:
 
 def _pieces(event: Event) -> Iterator[tuple[str, float]]:
     """The pieces of an event, each of one kind, with their seconds."""
-    if event.lane != COMMUNICATION:
+    if event.lane == HOST:
+        yield DOWN if event.part == FORWARD else UP, event.seconds
+    elif event.lane != COMMUNICATION:
         yield event.part, event.seconds
     elif event.hidden_s is None:
         yield BLOCKING, event.seconds

@@ -7,6 +7,7 @@ from typing import Any
 from autopar.graph.layers import folded
 from autopar.sharding.strategies import values
 from autopar.solver.plan import Plan
+from autopar.solver.text_of_states import state_of
 
 _ENDS = ("input", "output", "update")  # places of no cost, where values come in and leave
 
@@ -14,10 +15,9 @@ _ENDS = ("input", "output", "update")  # places of no cost, where values come in
 def alike(plan: Plan) -> list[list[str]]:
     """Groups of ops that decide alike, equal layers together, in the order of the step."""
     groups: dict[Any, list[str]] = {}
-    recomputed = plan.recomputed
     for name, d in plan.decisions.items():
         if d.kind == "op":
-            groups.setdefault((folded(name), repr(d.choice), name in recomputed), []).append(name)
+            groups.setdefault((folded(name), repr(d.choice), state_of(plan, name)), []).append(name)
     return list(groups.values())
 
 

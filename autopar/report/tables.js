@@ -6,6 +6,7 @@ const rowOf = (place, order) => {
   const name = made("td", place.name, "name");
   if (place.count > 1) name.append(made("span", " x " + place.count, "tag"));
   if (place.recomputed) name.append(made("span", " recomputed", "tag"));
+  if (place.offloaded) name.append(made("span", " on the host", "tag"));
   const result = made("td");
   for (const cut of place.cut) {
     const badge = made("span", cut, "cut");

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from autopar.solver.figures import between, count, size, time
+from autopar.solver.figures import between, count, several, size, time
 from autopar.solver.plan import Beside, Plan
 from autopar.solver.record import fullest
 from autopar.solver.staged import mesh_of
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 def tiles_of(plan: Plan) -> list[Tile]:
     """The figures of a plan that a reader asks for first; what is not known has no tile."""
-    return [*_speed(plan), _memory(plan), _gap(plan), *_beside(plan)]
+    return [*_speed(plan), _memory(plan), *_host(plan), _gap(plan), *_beside(plan)]
 
 
 def subtitle_of(plan: Plan) -> str:
@@ -76,6 +76,15 @@ def _memory(plan: Plan) -> Tile:
         return Tile("memory at the peak", peak, f"of a budget of {size(plan.budget)}{of_device}", share)
     share = plan.peak_bytes / device if device else None
     return Tile("memory at the peak", peak, f"of a device's {size(device)}" if device else "no budget", share)
+
+
+def _host(plan: Plan) -> Iterator[Tile]:
+    """A tile for what waits on the host, if anything does."""
+    if plan.offloaded:
+        room = plan.host_budget
+        of = f", of a budget of {size(room)}" if room else ""
+        share = plan.host_bytes / room if room else None
+        yield Tile("waits on the host", size(plan.host_bytes), f"{several(len(plan.offloaded), 'value')}{of}", share)
 
 
 def _gap(plan: Plan) -> Tile:

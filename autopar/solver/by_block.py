@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.solver.lanes import BACKWARD, FORWARD, OPTIMIZER, events_of
+from autopar.solver.lanes import BACKWARD, FORWARD, HOST, OPTIMIZER, events_of
 from autopar.solver.pieces_by_block import STANDING, amount_of, blocks_of_piece, standing_kind
 from autopar.solver.points import Point
 from autopar.space.space import Space
@@ -22,7 +22,7 @@ def by_block(space: Space, point: Point, units: Units) -> ByBlock:
     seconds = {part: np.zeros(count) for part in (FORWARD, BACKWARD, OPTIMIZER)}
     weights = np.zeros(count)
     passes = space.setting.passes
-    for event in events_of(space, point):
+    for event in (event for event in events_of(space, point) if event.lane != HOST):
         *_, name = event.place.split(" to ")
         unit = units.of.get(name, 0)
         taken = event.seconds - (event.hidden_s or 0.0)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from autopar.solver import text
+from autopar.solver.figures import Row, aligned, size, time
 from autopar.solver.joint import JointPrices
 from autopar.solver.joint_search import JointSearch
 from autopar.solver.limits import LIMITS
 from autopar.solver.points import Point, frontier
 from autopar.solver.recompute import Within
 from autopar.solver.searches import Task
+
+if TYPE_CHECKING:
+    from autopar.solver.plan import Plan
 
 _LIMITS = LIMITS.curve
 
@@ -28,9 +32,11 @@ class CurvePoint:
     budget: int  # bytes a device
     step_time_s: float
     lower_bound_s: float  # least seconds of any plan under this budget
-    peak_bytes: int
-    recompute_s: float  # seconds of recompute
-    recomputed: int  # number of values that are recomputed
+    peak_bytes: int = 0
+    recompute_s: float = 0.0  # seconds of recompute
+    recomputed: int = 0  # number of values that are recomputed
+    host_bytes: int = 0  # the most that wait on the host
+    offloaded: int = 0  # number of values that wait there
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,12 @@ class Curve:
         return self.points[place]
 
     def __str__(self) -> str:
-        return text.curve_of(self)
+        head: Row = ("budget", "step", "bound", "gap", "peak", "recompute", "values")
+        rows = list(map(_row, self))
+        if any(point.offloaded for point in self):
+            head = (*head, "host", "there")
+            rows = [(*row, *_of_host(point)) for row, point in zip(rows, self, strict=True)]
+        return "\n".join(aligned(head, rows))
 
     def or_faster(self, other: Curve) -> Curve:
         """The faster point of two curves under each of the same budgets, with the lower of both bounds."""
@@ -60,10 +71,39 @@ class Curve:
         return Curve(tuple(points))
 
 
+def _row(point: CurvePoint) -> Row:
+    budget = size(point.budget)
+    bound = time(point.lower_bound_s)
+    if not math.isfinite(point.step_time_s):
+        return budget, "none found", bound, "", "", "", ""
+    gap = f"{1 - point.lower_bound_s / point.step_time_s:.2%}"
+    again = time(point.recompute_s)
+    count = str(point.recomputed)
+    return budget, time(point.step_time_s), bound, gap, size(point.peak_bytes), again, count
+
+
+def _of_host(point: CurvePoint) -> Row:
+    return (size(point.host_bytes), str(point.offloaded)) if point.offloaded else ("", "")
+
+
+def point_of(plan: Plan, budget: int) -> CurvePoint:
+    """A plan as the point of a curve."""
+    return CurvePoint(
+        budget,
+        plan.step_time_s,
+        plan.lower_bound_s,
+        plan.peak_bytes,
+        plan.recompute_s,
+        len(plan.recomputed),
+        plan.host_bytes,
+        len(plan.offloaded),
+    )
+
+
 def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
     """The curve of a space under these budgets, or under so many from the fastest plan's peak down.
 
-    A number of budgets ends at the lowest peak. None where nothing could be dropped.
+    A number of budgets ends at the lowest peak with all values on the device. None where nothing could be dropped.
     """
     joint = JointSearch.of(task)
     if joint is None:
@@ -87,17 +127,31 @@ def curve_of(task: Task, budgets: int | Sequence[int]) -> Curve | None:
         if within.best is not None:
             met.append(within.best)
     joint.look_closely(math.inf)
-    return Curve(tuple(_point_of(joint, met, budget) for budget in ordered))
+    found: list[CurvePoint] = []
+    bound = 0.0  # What fits in a budget fits in a larger one, whose bound then holds too.
+    for budget in ordered:
+        found.append(_point_under(joint, met, budget, bound))
+        bound = found[-1].lower_bound_s
+    return Curve(tuple(found))
 
 
-def _point_of(joint: JointSearch, met: Sequence[Point], budget: int) -> CurvePoint:
-    """The fastest plan of all that were met whose peak is within a budget."""
+def _point_under(joint: JointSearch, met: Sequence[Point], budget: int, bound: float) -> CurvePoint:
+    """The fastest plan that was met whose peak is within a budget; none takes less than `bound`."""
     fits = [p for p in met if p.peak <= budget * (1 + LIMITS.rounding.over)]
-    bound = joint.bound(budget)
-    if not fits:
-        return CurvePoint(budget, math.inf, bound, 0, 0.0, 0)
-    best = min(fits, key=lambda p: p.seconds)
-    return CurvePoint(budget, best.seconds, bound, math.ceil(best.peak), best.recompute_s, len(best.recomputed))
+    best = min(fits, key=lambda p: p.seconds, default=None)
+    bound = max(bound, joint.bound_beside_host(budget, math.inf if best is None else best.seconds))
+    if best is None:
+        return CurvePoint(budget, math.inf, bound)
+    return CurvePoint(
+        budget,
+        best.seconds,
+        bound,
+        math.ceil(best.peak),
+        best.recompute_s,
+        len(best.recomputed),
+        round(best.host_bytes),
+        len(best.offloaded),
+    )
 
 
 def _lowest(joint: JointSearch) -> float:

@@ -1,31 +1,37 @@
-"""The predicted step as events on two lanes, compute and communication, with their times.
+"""The predicted step as events on lanes, compute and communication and the link to the host, with their times.
 
 Ops run one behind the other, forward and then backward; conversions in line stand between them. What moves in a window
 ends with the window: its first part runs beside the compute that hides it, and the rest is the time that it adds
 (`space/windows.py`). What an op sends beside its own compute begins with that. The optimizer comes last. Where a step
 is of several micro-batches an event is what all of them take together, and what is gathered before the first comes
-first. The last event ends with the step time of the plan.
+first. The last of these events ends with the step time of the plan.
+
+Behind them are the copies of values that wait on the host, which nothing waits for. A copy down ends with the forward
+of the op behind which its memory is free, and one up begins with the backward of the op before which it returns; those
+of one way follow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.solver.points import Point
+from autopar.solver.travels import travels_of
 from autopar.space.space import Edge, Space
 from autopar.space.timeline import Timeline
 from autopar.space.windows import Window
 
-COMPUTE, COMMUNICATION = "compute", "communication"
+COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
 
 
 class Event(NamedTuple):
-    """Something that takes time in a step: an op, a conversion, or an update of a parameter."""
+    """Something that takes time in a step: an op, a conversion, an update, or a copy to the host or back."""
 
     place: str  # a name of the plan; of a conversion, `source to target`
     lane: str
@@ -37,7 +43,7 @@ class Event(NamedTuple):
 
 
 def events_of(space: Space, point: Point) -> list[Event]:
-    """The events of a plan's step, in order."""
+    """The events of a plan's step, in order, and then those of the lane of the host."""
     return _LaneWriter(space, point).step()
 
 
@@ -56,6 +62,8 @@ class _LaneWriter:
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
     repeated: dict[int, float] = field(default_factory=dict)  # op time -> recompute seconds before its backward
+    ended: dict[str, float] = field(default_factory=dict)  # site -> the time at which its forward ends
+    began: dict[str, float] = field(default_factory=dict)  # site -> the time at which its backward begins
 
     def step(self) -> list[Event]:
         space = self.space
@@ -76,7 +84,9 @@ class _LaneWriter:
                 self._put(_named(space, space.edges[e]), COMMUNICATION, FORWARD, moved[e].forward)
             self._run(k, FORWARD)
             self._close(ends[FORWARD].get(k, ()), FORWARD)
+            self.ended[space.sites[k].name] = self.now
         for k in reversed(order):
+            self.began[space.sites[k].name] = self.now
             for name, seconds in again.get(k, ()):
                 self._put(name, COMPUTE, RECOMPUTE, seconds)
             self._run(k, BACKWARD)
@@ -90,7 +100,23 @@ class _LaneWriter:
                     self._put(
                         _named(space, space.edges[e]), COMMUNICATION, OPTIMIZER, moved[e].forward + moved[e].backward
                     )
-        return self.events
+        return [*self.events, *self._travels()]
+
+    def _travels(self) -> Iterator[Event]:
+        """The copies to the host, each as late as those behind it allow, and those back, each as early."""
+        travels = travels_of(self.space, self.point)
+        ends = math.inf
+        begins = []
+        for travel in travels[::-1]:
+            ends = min(ends, self.ended[travel.gone]) - travel.down_s
+            begins.append(ends)
+        for travel, at in zip(travels, begins[::-1], strict=True):
+            yield Event(travel.value, HOST, FORWARD, at, travel.down_s)
+        free = 0.0
+        for travel in sorted(travels, key=lambda travel: travel.need):
+            free = max(free, self.began[travel.comes])
+            yield Event(travel.value, HOST, BACKWARD, free, travel.up_s)
+            free += travel.up_s
 
     def _put(self, place: str, lane: str, part: str, seconds: float) -> None:
         """Add an event in line, and advance the time."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from autopar.solver.curve import Curve
+    from autopar.solver.travels import Travel
 
 
 class Beside(NamedTuple):
@@ -74,8 +75,11 @@ class SearchedSpace(Protocol):
     def rivals(self, name: str, most: int = 3) -> list[tuple[Choice, float, float]]:
         """The best other choices of a site, each with the extra seconds of the plan and of the op itself."""
 
-    def curve(self, budgets: int | Sequence[int]) -> Curve:
-        """The fastest step under each budget."""
+    def curve(self, budgets: int | Sequence[int], host: bool) -> Curve:
+        """The fastest step under each budget; where the plan may, with values on the host, or without."""
+
+    def travel(self, value: str) -> Travel | None:
+        """The copies of a value to the host and back; None of one that stays."""
 
     def moved(self) -> list[tuple[int, int, float]]:
         """The seconds of a step where a stage begins so many blocks later, by stages and by blocks."""
@@ -137,8 +141,8 @@ class Plan:
     # The states of values that are not saved for backward, by the names of parameters, ops and conversions.
     states: Mapping[str, State] = field(default_factory=dict, repr=False)
     recompute_s: float = 0.0  # seconds of the step that recompute takes
-    # Values that backward needs in a plan that recomputes, named as in `recomputed`. Each has its bytes on a device and
-    # the seconds that recomputing it takes.
+    # Values that backward needs in a plan that recomputes or offloads, named as in `recomputed`. Each has its bytes on
+    # a device and the seconds that recomputing it takes.
     needed: Mapping[str, tuple[int, float]] = field(default_factory=dict, repr=False)
     first_peak_bytes: int = 0  # peak of the first step, before the optimizer has states
     host_budget: float = 0.0  # bytes of the host's memory that a device may use
@@ -327,19 +331,24 @@ class Plan:
             raise BadPlan("a report is written by autopar.report", advice="import autopar.api")
         return Plan.write_report(self, path, budgets)
 
-    def curve(self, budgets: int | Sequence[int] = 20) -> Curve:
+    def curve(self, budgets: int | Sequence[int] = 20, host: bool = True) -> Curve:
         """The fastest step under each of several memory budgets, all from one search; printed, it is a table.
 
         `budgets` are bytes a device, or how many between the lowest peak that was found and that of the fastest plan. A
-        plan for one of them is looked at more closely, and may take turns that this plan does not. As `explain`, it
-        needs the space.
+        plan for one of them is looked at more closely, and may take turns that this plan does not. Under a
+        `host_budget` values may wait on the host at each of them; with `host=False` none does. As `explain`, it needs
+        the space.
         """
+        if not isinstance(host, bool):
+            raise BadBudget(
+                f"host={host!r} says nothing about a curve", advice="plan(..., host_budget=...), host=False"
+            )
         if self.pipeline is not None:
             raise BadPlan(
                 "a plan in stages has no curve of budgets",
                 advice="autopar.plan(..., memory_budget=...) for each, or the curve of a plan without a pipeline",
             )
-        return self._searched("curve").curve(_budgets_of(budgets))
+        return self._searched("curve").curve(_budgets_of(budgets), host)
 
     @property
     def has_space(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from autopar.letters import BadPlan
 from autopar.solver.figures import aligned, time
-from autopar.solver.lanes import COMMUNICATION, COMPUTE, Event
+from autopar.solver.lanes import COMMUNICATION, COMPUTE, HOST, Event
 from autopar.solver.trace import Told, records
 
 PREFIX = "autopar: "
@@ -49,8 +49,8 @@ class StepTimeline:
     def save(self, path: str | Path, profile: Any = None) -> Path:
         """Write the step as a trace, to be opened at ui.perfetto.dev or in chrome://tracing.
 
-        Beside compute and communication it has the memory of a device as a counter, an arrow from what moves to the op
-        that reads it, and the sharding of each place.
+        Beside compute and communication it has the copies of values that wait on the host, the memory of a device as a
+        counter, an arrow from what moves to the op that reads it, and the sharding of each place.
         `profile` is a torch.profiler.profile of one step of this plan's program, or the events that `measured` reads in
         one: they stand beside the predicted ones.
         """
@@ -72,7 +72,8 @@ class StepTimeline:
         for which, events in enumerate((self.events, measured(profile))):
             for event in events:
                 kind = COMMUNICATION if event.lane == COMMUNICATION else self.kinds.get(event.place, COMMUNICATION)
-                if event.part != "optimizer":  # The emitted program does not include the optimizer.
+                # The emitted program does not include the optimizer, and its copies on the host's link have no ranges.
+                if event.part != "optimizer" and event.lane != HOST:
                     found.setdefault(kind, [0.0, 0.0])[which] += event.seconds
         return {kind: (predicted, real) for kind, (predicted, real) in found.items()}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.letters import Infeasible
 from autopar.solver.axis_use import as_named
 from autopar.solver.budget import Budgeted
-from autopar.solver.curve import Curve, CurvePoint, between, curve_of
+from autopar.solver.curve import Curve, CurvePoint, between, curve_of, point_of
 from autopar.solver.figures import size, time
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.limits import LIMITS
@@ -73,8 +73,9 @@ def solve(
     best, plan = _with_named_axes(counted, best, found.bound, budget)
     widest = (lambda: [space]) if wide is None else wide
 
-    def curve(budgets: int | Sequence[int]) -> Curve:
-        return _curve(widest(), solver, gap, recompute, budgets)
+    def curve(budgets: int | Sequence[int], host: bool) -> Curve:
+        searched = _CurveSearch(solver, gap, recompute, room if host else None)
+        return searched.fastest(widest(), budgets)
 
     # A plan that meets the bound makes stopped searches irrelevant.
     is_open = plan.gap > max(gap, LIMITS.rounding.closed)
@@ -126,36 +127,43 @@ def _none_found(task: Task, found: Findings, is_trial: bool) -> Infeasible:
     )
 
 
-def _curve(
-    spaces: Sequence[Space], solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]
-) -> Curve:
-    """The fastest step of any space under each budget; the first space chooses budgets for a number."""
-    curve = _curve_of(spaces[0], solver, gap, recompute, budgets)
-    budgets = [point.budget for point in curve]
-    for space in spaces[1:]:
-        curve = curve.or_faster(_curve_of(space, solver, gap, recompute, budgets))
-    return curve
+@dataclass(frozen=True, slots=True)
+class _CurveSearch:
+    """How the plans of a curve are searched for."""
 
+    solver: str
+    gap: float
+    recompute: str | Policy
+    room: Room | None
 
-def _curve_of(space: Space, solver: str, gap: float, recompute: str | Policy, budgets: int | Sequence[int]) -> Curve:
-    """The fastest step under each budget: from one joint search, or under a policy from a plan for each."""
-    task = Task(Budgeted(space), math.inf, solver, backend_of(solver), gap, math.inf, recompute != "none")
-    found = curve_of(task, budgets) if recompute == "auto" and space.memory is not None else None
-    if found is not None:
-        return found
-    if isinstance(budgets, int):
-        free = solve(space, solver, gap=gap)
-        budgets = between(task.counted.smallest()[0].peak, free.peak_bytes, budgets)
-    points = []
-    for budget in sorted(budgets, reverse=True):
-        try:
-            plan = solve(space, solver, budget=budget, gap=gap, recompute=recompute)
-        except Infeasible:
-            points.append(CurvePoint(budget, math.inf, task.counted.fastest(math.inf, gap).bound, 0, 0.0, 0))
-        else:
-            times = plan.step_time_s, plan.lower_bound_s
-            points.append(CurvePoint(budget, *times, plan.peak_bytes, plan.recompute_s, len(plan.recomputed)))
-    return Curve(tuple(points))
+    def fastest(self, spaces: Sequence[Space], budgets: int | Sequence[int]) -> Curve:
+        """The fastest step of any space under each budget; the first space chooses budgets for a number."""
+        curve = self.of(spaces[0], budgets)
+        budgets = [point.budget for point in curve]
+        for space in spaces[1:]:
+            curve = curve.or_faster(self.of(space, budgets))
+        return curve
+
+    def of(self, space: Space, budgets: int | Sequence[int]) -> Curve:
+        """The fastest step under each budget: from one joint search, or under a policy from a plan for each."""
+        recomputes = self.recompute != "none"
+        backend = backend_of(self.solver)
+        task = Task(Budgeted(space), math.inf, self.solver, backend, self.gap, math.inf, recomputes, self.room)
+        found = curve_of(task, budgets) if self.recompute == "auto" and space.memory is not None else None
+        if found is not None:
+            return found
+        if isinstance(budgets, int):
+            free = solve(space, self.solver, gap=self.gap)
+            budgets = between(task.counted.smallest()[0].peak, free.peak_bytes, budgets)
+        points = []
+        for budget in sorted(budgets, reverse=True):
+            try:
+                plan = solve(space, self.solver, budget=budget, gap=self.gap, recompute=self.recompute, room=self.room)
+            except Infeasible:
+                points.append(CurvePoint(budget, math.inf, task.counted.fastest(math.inf, self.gap).bound))
+            else:
+                points.append(point_of(plan, budget))
+        return Curve(tuple(points))
 
 
 def _searched(task: Task, searches: Sequence[Search]) -> Findings:

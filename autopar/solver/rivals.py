@@ -20,11 +20,12 @@ from autopar.solver.plan_of_choices import held_of
 from autopar.solver.points import Point
 from autopar.solver.prices import Prices
 from autopar.solver.tables import Problem
+from autopar.solver.travels import Travel, travels_of
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Beside
 
-CurveOf = Callable[[int | Sequence[int]], Curve]
+CurveOf = Callable[[int | Sequence[int], bool], Curve]
 
 
 class PricedSpace:
@@ -37,6 +38,7 @@ class PricedSpace:
         self.picked = point.picked
         self.prices = prices
         self._problem: Problem | None = None
+        self._travels: dict[str, Travel] | None = None
         self.others: Callable[[], tuple[Beside, ...]] | None = None  # given by who knows presets
         self.known_beside: tuple[Beside, ...] | None = None
         self.cuts: Callable[[], list[tuple[int, int, float]]] | None = None  # given by who cuts a plan into stages
@@ -61,7 +63,7 @@ class PricedSpace:
 
     def let_go(self) -> None:
         """Release the space and its tables."""
-        self.counted = self._problem = self._curve = self.others = self.cuts = None
+        self.counted = self._problem = self._curve = self.others = self.cuts = self._travels = None
 
     def beside(self) -> tuple[Beside, ...]:
         """Plans of presets on the same mesh, made when they are first asked for."""
@@ -73,10 +75,17 @@ class PricedSpace:
         """The seconds of a step where a stage begins so many blocks later, by stages and by blocks."""
         return self.cuts() if self.cuts is not None else []
 
-    def curve(self, budgets: int | Sequence[int]) -> Curve:
-        """The fastest step under each budget."""
+    def curve(self, budgets: int | Sequence[int], host: bool) -> Curve:
+        """The fastest step under each budget; where the plan may, with values on the host, or without."""
         assert self._curve is not None
-        return self._curve(budgets)
+        return self._curve(budgets, host)
+
+    def travel(self, value: str) -> Travel | None:
+        """The copies of a value to the host and back; None of one that stays."""
+        assert self.counted is not None
+        if self._travels is None:
+            self._travels = {travel.value: travel for travel in travels_of(self.counted.space, self.point)}
+        return self._travels.get(value)
 
     def line(self) -> tuple[list[str], dict[str, list[int]]]:
         """The times of a step by name, and the bytes that the plan holds at each, by kind."""

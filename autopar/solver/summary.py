@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.sharding.certainty import FROM
 from autopar.solver import staged
 from autopar.solver.axis_use import AxisUse, short_name, use_of
-from autopar.solver.figures import between, count, size, sizes, time
+from autopar.solver.figures import between, count, several, size, sizes, time
 from autopar.solver.limits import LIMITS
 from autopar.solver.workload import StepRates
 
@@ -124,9 +124,26 @@ def _what(plan: Plan) -> Iterator[_Row]:
     yield _Row("plan", parts_of_verdict(plan), 4, "; ")
     if plan.recomputed:
         passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
-        values = (name.rpartition(":")[0] if name[-1:].isdigit() and ":" in name else name for name in plan.recomputed)
-        places = _named(Counter(map(short_name, values)))
+        places = _places_of(plan.recomputed)
         yield _Row("recompute", [f"{len(plan.recomputed)} values{passing}: {places[0]}", *places[1:]])
+
+
+def _places_of(values: Iterable[str]) -> list[str]:
+    """The places that make values, those of all layers counted together."""
+    made = (name.rpartition(":")[0] if name[-1:].isdigit() and ":" in name else name for name in values)
+    return _named(Counter(map(short_name, made)))
+
+
+def host_of(plan: Plan) -> list[str]:
+    """Texts about the values that wait on the host and its bytes; none where nothing may."""
+    of = f" of {size(plan.host_budget)}" if plan.host_budget else ""
+    if not plan.offloaded:
+        return [f"none{of} is used: no value has to wait there"] if of else []
+    first, *others = _places_of(plan.offloaded)
+    count_of = several(len(plan.offloaded), "value")
+    if not plan.host_bytes:  # Travels that a search has not proven to be in time.
+        return [f"{count_of} there: {first}", *others]
+    return [f"{size(plan.host_bytes)}{of}: {count_of} there, and no op waits for a copy: {first}", *others]
 
 
 def speed_of(plan: Plan) -> str:
@@ -161,6 +178,8 @@ def _takes(plan: Plan) -> Iterator[_Row]:
     if held:
         held[0] = f"{_room(plan)}, fullest at the {plan.peak_at}: {held[0]}"
     yield _Row("memory", held or [size(plan.peak_bytes)], 3)
+    if on_host := host_of(plan):
+        yield _Row("host", on_host)
     within = " within the budget" if math.isfinite(plan.budget) else ""
     of = f" {plan.bound_of}" if plan.bound_of else ""
     on = f" on mesh {plan.mesh}" if plan.meshes else ""  # others were searched, too

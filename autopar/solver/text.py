@@ -22,13 +22,13 @@ from autopar.sharding.notation import public_name
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy
 from autopar.solver import staged
-from autopar.solver.decision import Conversion, Decision, Recomputed
-from autopar.solver.figures import Row, aligned, folded_rows, microseconds, signed, size, time
+from autopar.solver.decision import Conversion, Decision
+from autopar.solver.figures import Row, aligned, folded_rows, microseconds, several, signed, size, time
 from autopar.solver.limits import LIMITS
-from autopar.solver.summary import ITSELF, batch_of, parts_of_step, sources_of, speed_of, title_of, verdict
+from autopar.solver.summary import ITSELF, batch_of, host_of, parts_of_step, sources_of, speed_of, title_of, verdict
+from autopar.solver.text_of_states import needed_rows, states_apart, unsaved, way_of_copies
 
 if TYPE_CHECKING:
-    from autopar.solver.curve import Curve, CurvePoint
     from autopar.solver.plan import Plan
 
 _LIMITS = LIMITS.words
@@ -47,8 +47,9 @@ _SETTINGS = (
     "compiled",
     "window_bytes",
     "budget",
+    "host_budget",
 )
-_SIZES = ("window_bytes", "budget")
+_SIZES = ("window_bytes", "budget", "host_budget")
 _GLOSSARY = [
     "R          whole on every device of the axis",
     "S(d)       dim d cut over the axis; blocks=(n, m): each block of it by itself",
@@ -72,9 +73,9 @@ def table_of(plan: Plan) -> str:
     ]
     if plan.fused:
         blocks.append(aligned(("ops up to", "in one kernel"), folded_rows(plan.fused.items())))
-    if plan.recomputed:
+    if plan.recomputed or plan.offloaded:
         head = ("needed in backward", "state", "bytes a device", "us to make it")
-        blocks.append(aligned(head, folded_rows(_needed_rows(plan))))
+        blocks.append(aligned(head, folded_rows(needed_rows(plan))))
     if plan.without_rule:
         blocks.append(_without_rule(plan))
     if plan.meshes:
@@ -195,8 +196,7 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
         mine, theirs = one.decisions.get(name), other.decisions.get(name)
         if mine is None or theirs is None or not (mine.choice == theirs.choice or are_alike(mine, theirs)):
             yield name, *(str(d.choice) if d else "absent" for d in (mine, theirs))
-    for value in sorted(one.recomputed ^ other.recomputed):
-        yield value, _state(one, value), _state(other, value)
+    yield from states_apart(one, other)
     yield from _kernels_apart(one, other)
     # Whether a parameter is gathered again for backward, and how often its gradient is reduced.
     for said, none, names in (("regathered", "kept", "regathered"), ("each", "end", "scattered")):
@@ -251,27 +251,6 @@ def _told_apart(one: Plan, other: Plan) -> list[str]:
     ]
 
 
-def curve_of(curve: Curve) -> str:
-    """The table of a curve, with a row for each budget."""
-    head = ("budget", "step", "bound", "gap", "peak", "recompute", "values")
-    return "\n".join(aligned(head, map(_curve_row, curve)))
-
-
-def _curve_row(point: CurvePoint) -> Row:
-    budget = size(point.budget)
-    bound = time(point.lower_bound_s)
-    if not math.isfinite(point.step_time_s):
-        return budget, "none found", bound, "", "", "", ""
-    gap = f"{1 - point.lower_bound_s / point.step_time_s:.2%}"
-    again = time(point.recompute_s)
-    count = str(point.recomputed)
-    return budget, time(point.step_time_s), bound, gap, size(point.peak_bytes), again, count
-
-
-def _state(plan: Plan, value: str) -> str:
-    return "recomputed" if isinstance(plan.states.get(value), Recomputed) else "saved"
-
-
 def why_recomputed(plan: Plan, value: str) -> str:
     """Text about why a value is not saved: the memory that it frees, and the seconds that it takes."""
     if value not in plan.needed:
@@ -314,6 +293,7 @@ def _head(plan: Plan) -> list[str]:
         f"bound     {time(plan.lower_bound_s)} at least for any plan of this model on this mesh{pinned}{within}: gap "
         f"{plan.gap:.2%}",
         f"memory    {size(plan.peak_bytes)} at the {plan.peak_at}{of_budget}: {held}",
+        *([f"host      {', '.join(on_host)}"] if (on_host := host_of(plan)) else []),
         *_beginning(plan),
     ]
 
@@ -335,10 +315,11 @@ def _expected(plan: Plan) -> list[str]:
 
 
 def _recomputing(plan: Plan) -> str:
+    away = f", {several(len(plan.offloaded), 'value')} on the host" if plan.offloaded else ""
     if not plan.recomputed:
-        return "no recompute"
+        return f"no recompute{away}"
     passing = f", {len(plan.passing)} of them in passing too" if plan.passing else ""
-    return f"{time(plan.recompute_s)} recompute of {len(plan.recomputed)} values{passing}"
+    return f"{time(plan.recompute_s)} recompute of {len(plan.recomputed)} values{passing}{away}"
 
 
 def _parameter_rows(plan: Plan) -> Iterator[Row]:
@@ -352,14 +333,6 @@ def _op_rows(plan: Plan) -> Iterator[Row]:
     for name, d in plan.decisions.items():
         if d.kind == "op" and d.seconds:
             yield name, _choice(d.choice, plan.mesh), microseconds(d.seconds)
-
-
-def _needed_rows(plan: Plan) -> Iterator[Row]:
-    """Rows about values that backward needs and could recompute; figures that the plan lacks are blank."""
-    for name in dict.fromkeys((*plan.needed, *sorted(plan.recomputed))):
-        nbytes, seconds = plan.needed.get(name, (0, 0.0))
-        figures = (size(nbytes), microseconds(seconds)) if name in plan.needed else ("", "")
-        yield name, _state(plan, name), *figures
 
 
 def _conversion_rows(plan: Plan) -> Iterator[Row]:
@@ -408,10 +381,13 @@ def _site_lines(plan: Plan, name: str) -> list[str]:
     recomputed = plan.recomputed
     if name in recomputed:
         lines.append("    not saved: backward recomputes it")
+    if name in plan.offloaded:
+        lines.append(f"    {way_of_copies(plan, name)}")
     for c in plan.conversions:
         if name in (c.source, c.target):
             again = "; repeated in backward" if c.name in recomputed and name == c.target else ""
-            lines.append(f"    {_conversion(c, name, axes)}{again}")
+            away = f"; {way_of_copies(plan, c.name)}" if c.name in plan.offloaded and name == c.target else ""
+            lines.append(f"    {_conversion(c, name, axes)}{again}{away}")
     return lines
 
 
@@ -429,7 +405,7 @@ def _price_lines(plan: Plan, name: str) -> list[str]:
 def rival_lines(plan: Plan, name: str) -> list[str]:
     """Lines about the best other choices of a site, and why they lost."""
     assert plan.search is not None
-    free = ", were there no budget" if plan.recomputed else ""  # states of values have no price here
+    free = ", were there no budget" if unsaved(plan) else ""  # states of values have no price here
     best = "the best plan with it" + (" that was found" if plan.gap > _LIMITS.open else "")
     under = " at the prices of the budget" if plan.search.is_priced else free
     under += ", before it is cut into stages" if plan.pipeline is not None else ""
