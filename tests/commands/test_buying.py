@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from autopar.commands.batches import Tried, _BatchSearch
 from autopar.commands.fitting import Fitting, counts_of
 from autopar.commands.goals import Goal, tokens_of
 from autopar.commands.models import Named
+from autopar.letters import BadBudget
 from autopar.request import Request
 from autopar.sharding.cluster import Cluster
 from autopar.solver.workload import StepRates, StepWork
@@ -53,6 +55,18 @@ def test_what_fits_is_what_plan_fits_and_fewer_cannot_hold():
     assert turns == 8 and held.plan.recomputed  # A row for each of two devices: no more can be asked for.
     asked = {"mesh": 2, "cluster": "h100-8x1", "memory_budget": budget, "microbatches": turns, "gap": 0.05}
     assert autopar.plan(model, batch, **asked).peak_bytes <= budget
+
+
+def test_activations_may_wait_on_the_host_of_a_kind():
+    """Where one device has to recompute; a kind whose host nobody describes is refused."""
+    _, _, fitting = fitting_of(int(1.1 * 20 * COUNT), rows=1)
+    without = fitting.on(Cluster.of("h100"), 1)
+    fitting.host_budget = "1GiB"
+    plan = fitting.on(Cluster.of("h100"), 1)
+    assert plan.host_budget == 2**30 and plan.offloaded and without.recomputed and not without.offloaded
+    assert plan.step_time_s < without.step_time_s
+    with pytest.raises(BadBudget, match="nobody says how devices of h100"):
+        fitting.fewest(replace(Cluster.of("h100"), host=None))
 
 
 def test_micro_batches_come_before_recompute():

@@ -21,6 +21,7 @@ from autopar.solver.lanes import BACKWARD, COMPUTE, FORWARD, HOST
 from autopar.stages.blocks import Units
 
 LINK = Host("a link", 100e9, 50e9, 1e-6, 2**36)
+SLOW = Host("a slow link", 8e9, 8e9, 1e-6, 2**36)
 ROWS, WIDTH = 512, 64
 WIDE = ROWS * 4 * WIDTH * 4  # bytes of what is between the products of a block
 
@@ -35,9 +36,9 @@ class Block(nn.Module):
 
 
 @functools.cache
-def planned(share=0.6, host_budget="64MiB", microbatches=1, **how):
+def planned(share=0.6, host_budget="64MiB", microbatches=1, link=LINK):
     """The plan of six blocks on one device with a link, at a share of the memory that the fastest plan takes."""
-    cluster = dataclasses.replace(Cluster.of("generic"), host=LINK)
+    cluster = dataclasses.replace(Cluster.of("generic"), host=link)
     budget = "inf" if share is None else int(share * planned(None, 0, microbatches).peak_bytes)
     return autopar.plan(
         nn.Sequential(*(Block() for _ in range(6))),
@@ -49,7 +50,6 @@ def planned(share=0.6, host_budget="64MiB", microbatches=1, **how):
         host_budget=host_budget,
         microbatches=microbatches,
         chunks=1,
-        **how,
     )
 
 
@@ -188,6 +188,17 @@ def test_a_curve_has_the_host_or_not():
         plan.curve(host="64GiB")
 
 
+def test_bounds_of_a_curve_count_what_a_slow_link_carries():
+    """Where some values travel and others are recomputed, less bounds a step than with all on the device."""
+    plan = planned(0.6, link=SLOW)
+    budgets = [int(share * planned(None, 0).peak_bytes) for share in (0.8, 0.7, 0.6)]
+    there, without = plan.curve(budgets), plan.curve(budgets, host=False)
+    assert all(p.offloaded and p.recomputed for p in there)
+    for p, q in zip(there, without, strict=True):
+        assert p.lower_bound_s <= p.step_time_s * (1 + 1e-9) and p.step_time_s < q.step_time_s
+        assert p.lower_bound_s < q.lower_bound_s
+
+
 def test_a_command_line_gives_the_host(capsys, tmp_path):
     (tmp_path / "small.py").write_text(
         "import torch\n\ndef build():\n    return torch.nn.Linear(8, 8), (torch.zeros(8, 8),)\n"
@@ -197,3 +208,6 @@ def test_a_command_line_gives_the_host(capsys, tmp_path):
     assert main(["plan", model, *how]) == 0 and "host      none of 2.00 GiB" in capsys.readouterr().out
     assert main(["plan", model, *how, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["host_budget"] == 2**31
+    planned().save(tmp_path / "plan.json")
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "fsdp2", "-o", str(tmp_path / "out.py")]) == 0
+    assert f"{len(planned().offloaded)} values that wait on the host" in capsys.readouterr().out

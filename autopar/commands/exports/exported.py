@@ -109,6 +109,8 @@ class Exported:
         plan = self.plan
         if plan.kernels:
             yield Unsaid(f"kernels: {', '.join(plan.kernels)}", 0.0)
+        if plan.offloaded:
+            yield Unsaid(f"{len(plan.offloaded)} values that wait on the host: they stay on the device there", 0.0)
         odd = [name for name in plan.parameters if self._is_stored_in_parts(name) and self._is_odd(name)]
         if odd:
             yield Unsaid(f"{len(odd)} parameters gathered otherwise than most of their block: as these there", 0.0)
