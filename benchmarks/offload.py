@@ -1,21 +1,27 @@
-"""Steps of LLaMA-8B under budgets, with activations on the host by links of several rates, and without.
+"""Activations on the host: steps of plans by the rate of the link, and bytes of plans beside those that ranks hold.
 
-    python -m benchmarks.offload
+    python -m benchmarks.offload [links] [held]
 
-No device is used: seconds and bytes are those of plans, and rates of links are said, not those of a machine.
+    links     LLaMA-8B under budgets, with links of several rates, and without
+    held      small models on CPUs: what a rank and its host hold at their most, over what the plan says
+
+No device is used: seconds are those of plans, and rates of links are said, not those of a machine.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
+from autopar.runtime.host import HOST
 from autopar.sharding.host import Host
+from benchmarks import memory
 
 GIB = 2**30
 RATES = (0.0, 24e9, 52e9, 370e9)  # none, PCIe 4 and 5 with 16 lanes, C2C
@@ -42,7 +48,62 @@ def planned(budget: float | str, rate: float) -> tuple[autopar.Plan | None, floa
     return plan, time.process_time() - began
 
 
-def main() -> None:
+MODELS = {
+    "gpt2": (memory.gpt2, {"dropout": 0.0}),
+    "llama": (memory.llama, {}),
+    "bert": (memory.bert, {"dropout": 0.0}),
+    "t5": (memory.t5, {"dropout": 0.0}),
+    "vit": (memory.vit, {}),
+    "convnext": (memory.convnext, {}),
+}
+WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "dp": ((4,), {"parallel": "dp"}),
+    "zero3": ((4,), {"parallel": "zero3"}),
+    "megatron": ((4,), {"parallel": "megatron"}),
+    "2 x 2": ((2, 2), {}),
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A plan with values on the host, and its peaks over those of a rank."""
+
+    plan: autopar.Plan
+    device: float
+    host: float  # 1 where nothing is there
+
+
+def held(model: str, way: str, share: float = 0.75, rate: float = 2e10) -> Held:
+    """What a plan says that a rank and its host hold, over what they do in the third step."""
+    make, given = MODELS[model]
+    mesh, how = WAYS[way]
+    pair = memory.Pair(make, mesh, {**how, "microbatches": 1}, given=given)
+    of, batch, _, asked = memory.asked(pair)
+    free = autopar.plan(of, batch, **asked)
+    cluster = replace(memory.cpu(), host=Host("a link", rate, rate, 0.0, 2**44))
+    budget = int(free.peak_bytes * share)
+    plan = autopar.plan(of, batch, **{**asked, "cluster": cluster, "memory_budget": budget, "host_budget": "1TiB"})
+    HOST.restart()
+    measured = memory.run_plan(plan, pair, 0)
+    return Held(plan, plan.peak_bytes / measured.peaks[3], plan.host_bytes / HOST.peak if HOST.peak else 1.0)
+
+
+def print_held() -> None:
+    print("| model | way | device | host | on the host, MiB | values there | made again |")
+    print("|---|---|---|---|---|---|---|")
+    for model in MODELS:
+        for way in WAYS:
+            try:
+                one = held(model, way)
+            except autopar.Infeasible:
+                print(f"| {model} | {way} | nothing fits | | | | |", flush=True)
+                continue
+            plan = one.plan
+            there = f"{plan.host_bytes / 2**20:.1f} | {len(plan.offloaded)} | {len(plan.recomputed)}"
+            print(f"| {model} | {way} | {one.device:.3f} | {one.host:.3f} | {there} |", flush=True)
+
+
+def print_links() -> None:
     free, _ = planned("inf", 0.0)
     assert free is not None
     print(f"saved whole: {free.step_time_s:.4f} s a step, {free.peak_bytes / GIB:.1f} GiB\n")
@@ -61,4 +122,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for _name in sys.argv[1:] or ("links", "held"):
+        {"links": print_links, "held": print_held}[_name]()
