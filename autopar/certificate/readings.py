@@ -186,10 +186,11 @@ def _meant(
     """The readings that agree with whole shapes.
 
     Where none does, a cut of several rows may end the dim before; and a view may be of a value whose shape is not among
-    them, such as one of its rows.
+    them, such as one of its rows. Shapes that the op makes inside come first, as their dims are in order.
     """
-    if made := [dims for dims in found if wholes.are_made(dims)]:
-        return made
+    for readings in (found, _read(atoms, shape, is_wide=True) if wholes.inside else ()):
+        if made := [dims for dims in readings if wholes.are_made(dims)]:
+            return made
     if meant := [dims for dims in found if wholes.have(dims)]:
         return meant
     rows = [atom for atom in atoms if atom[0] != 1]  # A sum may have removed a dim that is cut to one row.

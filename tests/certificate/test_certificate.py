@@ -352,6 +352,16 @@ def test_a_cut_of_several_rows_may_end_the_dim_before():
     assert regrouped(x, (3, 6), Wholes([(3, 12)], frozenset(), {"tp": 2}))[0][1] == ((6, ("tp",)),)
 
 
+def test_rows_of_blocks_are_told_from_a_cut_of_the_next_dim_by_what_the_op_makes():
+    """(32, 8) of what was (8, 4, 8), viewed back: one row of each block of two, or four rows of eight."""
+    x, sizes = (((4, ()), (4, ("tp",))), *plain((8,))), {"tp": 2}
+    blocks = (((4, ()), (1, ("tp",))), *plain((4, 8)))
+    known = Wholes([(8, 4, 8)], frozenset(), sizes, inside=[(32, 8), (8, 4, 8)])
+    assert regrouped(x, (4, 4, 8), known) == (blocks, frozenset())
+    turned = Wholes([(4, 8, 8)], frozenset(), sizes, inside=[(32, 8), (4, 8, 8)])
+    assert regrouped(x, (4, 4, 8), turned) == ((*plain((4,)), ((4, ("tp",)),), *plain((8,))), frozenset())
+
+
 def test_what_is_repeated_is_a_part_or_a_whole():
     """Heads that are repeated for each query head, seen on the device that has one of them."""
     x = (((1, ("tp",)),), ((2, FREE),), *plain((16,)))
