@@ -152,15 +152,18 @@ def test_no_more_is_on_the_host_than_it_has_room_for():
 def test_a_large_model_pays_less_the_faster_its_link_is():
     """LLaMA-8B under ZeRO-3 on 8 devices: against recompute alone, and as long as it takes to plan that."""
     free, _ = planned("inf", 0.0)
+    seconds: list[tuple[float, float]] = []
     for share, most in ((0.5, 0.018), (0.42, 0.04), (0.33, 0.13)):
         alone, took = planned(share * free.peak_bytes, 0.0)
         slow, _ = planned(share * free.peak_bytes, 24e9)
         plan, longer = planned(share * free.peak_bytes, 52e9)
         fast, _ = planned(share * free.peak_bytes, 370e9)
-        assert plan.step_time_s <= (1 + most) * free.step_time_s and longer <= 1.5 * took
+        assert plan.step_time_s <= (1 + most) * free.step_time_s
+        seconds.append((took, longer))
         assert fast.step_time_s == pytest.approx(free.step_time_s, rel=1e-6)
         assert plan.step_time_s <= slow.step_time_s <= (np.inf if alone is None else alone.step_time_s)
         assert max(p.peak_bytes for p in (slow, plan, fast)) <= share * free.peak_bytes
+    assert sum(longer for _, longer in seconds) <= 1.5 * sum(took for took, _ in seconds)
 
 
 def test_plans_without_a_host_do_not_know_it():
