@@ -48,7 +48,7 @@ def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial:
     began = time.monotonic()
 
     def inside(of_stage: Request) -> Plan:
-        return _in_few_turns(graph, of_stage, started, is_trial)
+        return _in_few_turns(graph, of_stage, started, is_trial or of_stage.pipeline is not None)
 
     best = inside(request) if request.pipeline is None else staged(graph, request, inside)
     found = replace(best, workload=workload_of(graph, request))

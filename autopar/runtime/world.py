@@ -111,7 +111,7 @@ def rank_here() -> int:
 
 def plays_several_ranks() -> bool:
     """Whether several ranks are in this process, as threads or as the parts of LocalTensors."""
-    return dist.get_backend() == "threaded" or plays_all_ranks()
+    return (dist.get_backend() == "threaded" and dist.get_world_size() > 1) or plays_all_ranks()
 
 
 def coordinate(mesh: DeviceMesh) -> Sequence[int]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
 from autopar.testing import on_processes
-from tests.integrations.test_adapters import as_torchrun, check_alike, weights_of
+from tests.use.ranks import as_torchrun, check_alike, weights_of
 
 RANKS = 4
 ROWS = 16  # of a batch, on all ranks together

@@ -15,7 +15,7 @@ from autopar.solver.offload import Packing, Room, fitted
 from autopar.solver.states import StateSearch
 from benchmarks.offload import planned
 from tests.models import mlp_case
-from tests.solver.test_states import drawn
+from tests.solver.lines import drawn
 
 MIB = 2.0**20
 

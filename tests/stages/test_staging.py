@@ -103,7 +103,7 @@ def test_stages_under_a_budget_hold_no_more():
     assert tight.peak_bytes <= budget < free.peak_bytes
     assert tight.step_time_s > 0.99 * free.step_time_s
     with pytest.raises(autopar.Infeasible):
-        planned(pipeline={"schedule": "1f1b"}, memory_budget=int(0.2 * free.peak_bytes))
+        planned(pipeline={"schedule": "1f1b"}, parallel="dp", memory_budget=int(0.2 * free.peak_bytes))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_stages_under_a_budget_hold_no_more():
         (dict(mesh=(2, 2), pipeline="auto"), "is called pp"),
         (dict(mesh=4, pipeline="four"), "not a number of stages"),
         (dict(mesh=4, pipeline={"size": 2, "cuts": None}), "another kind"),
-        (dict(mesh=4, pipeline=2, memory_budget="100KB"), "fits in 97.66 KiB"),
+        (dict(mesh=4, pipeline=2, parallel="dp", memory_budget="100KB"), "fits in 97.66 KiB"),
         (dict(pipeline={"schedule": "two"}), "is not known"),
         (dict(pipeline={"schedule": "1f1b", "stages_each": 2}), '(?s)does not have 2 stages.*"gpipe" or "interleaved"'),
         (dict(pipeline={"schedule": "zb-v", "cuts": [f"blocks.{k}" for k in (1, 2, 3, 4, 5)]}), "not have 3 stages"),

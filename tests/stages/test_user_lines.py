@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.letters import BadInput
 from tests import language
+from tests.stages.loops import Both, loss_of
 from tests.stages.models import Block
 from tests.stages.ranks import NONE, apart, made, outcome
-from tests.stages.test_user_loop import Both, loss_of
 
 pytestmark = pytest.mark.machines
 
