@@ -211,7 +211,7 @@ def budget_of(given: Any, cluster: Cluster) -> float:
 
 def room_of(given: Any, cluster: Cluster) -> Room | None:
     """The host as a device may use it: what the caller gives, at most its share of the node; None for 0."""
-    if not isinstance(given, bool) and given == 0:
+    if given is None or (not isinstance(given, bool) and given == 0):
         return None
     budget = _bytes_of("host_budget", given)
     if cluster.host is None:

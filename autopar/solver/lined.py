@@ -31,9 +31,9 @@ class Lined:
         states = StateSearch(line)
         if task.room is None:
             return Lined(point, line, states)
-        return Lined(
-            point, line, states, Packing(states, task.room, pace_of(task.space, point.picked), task.recomputes)
-        )
+        pace = pace_of(task.space, point.picked)
+        packing = Packing(states, task.room, pace, task.space.setting.passes, task.recomputes)
+        return Lined(point, line, states, packing)
 
     def under(self, states: StepStates) -> Point:
         """The plan of this sharding with these states."""

@@ -53,8 +53,11 @@ class Group:
 class Packing:
     """The travels of one timeline's values."""
 
-    def __init__(self, search: StateSearch, room: Room, pace: np.ndarray, repeats: bool = True) -> None:
+    def __init__(
+        self, search: StateSearch, room: Room, pace: np.ndarray, passes: int = 1, repeats: bool = True
+    ) -> None:
         self.search = search
+        self.passes = passes  # micro-batches of a step: `pace` is of one, and seconds of runs are of all
         self.repeats = repeats  # whether backward may repeat runs
         self.line: Timeline = search.line
         self.room = room
@@ -119,12 +122,11 @@ class Packing:
 
     def _most_away(self, through: Through) -> np.ndarray:
         """The most bytes that can be away at every time."""
-        most = np.zeros(len(through.held))
-        seconds = np.cumsum(self.pace)
         n = self.line.ops
-        for time in range(2 * n):
-            most[time] = self.room.carried(float(seconds[min(time, n - 1)]))
-        return most
+        most = np.zeros(len(through.held))
+        most[:n] = np.cumsum(self.pace[:n]) * self.room.host.down_bytes_per_s
+        most[n : 2 * n] = most[n - 1]
+        return np.minimum(most, self.room.bytes)
 
     def _groups(self, again: Again, through: Through) -> Iterator[Group]:
         """The values of each run that backward needs, and that are saved for it."""
@@ -141,7 +143,7 @@ class Packing:
         """Seconds after which each time begins; the last entry is the end of backward."""
         pace = self.pace.copy()
         for i, time in zip(through.ran, through.times, strict=True):
-            pace[time] += self.line.runs[i].seconds if i not in self.line.once else 0.0
+            pace[time] += self.line.runs[i].seconds / self.passes if i not in self.line.once else 0.0
         return np.concatenate([[0.0], np.cumsum(pace)])
 
     def travels(self, groups: Sequence[Group], ends: np.ndarray) -> Away:

@@ -148,6 +148,17 @@ def test_no_more_is_on_the_host_than_it_has_room_for():
     assert len(away) > 1 and 0 < sum(line.bytes[v] for v in less) < size and less.items() < away.items()
 
 
+def test_a_micro_batch_repeats_what_a_step_repeats_in_all_of_them():
+    """Copies go beside one micro-batch, while the seconds of runs are those of all."""
+    line, twice = drawn(4), drawn(4)
+    twice.runs = tuple(replace(run, seconds=2 * run.seconds) for run in twice.runs)
+    again = frozenset(range(len(line.runs) - 1))
+    room = Room(Host("slot", MIB, MIB, 0.0, 2**40), 1e12)
+    one, two = Packing(StateSearch(line), room, paced(line)), Packing(StateSearch(twice), room, paced(line), passes=2)
+    ends = one._ends(line.under(again))
+    assert ends[-1] > paced(line).sum() and two._ends(twice.under(again)) == pytest.approx(ends)
+
+
 @pytest.mark.nightly
 def test_a_large_model_pays_less_the_faster_its_link_is():
     """LLaMA-8B under ZeRO-3 on 8 devices: against recompute alone, and as long as it takes to plan that."""
