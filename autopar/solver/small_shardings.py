@@ -87,9 +87,16 @@ class SmallShardings:
             if not self.task.is_long:
                 lined.polished(0.0)
         lined = min(all_, key=lambda lined: lined.lowest)
-        while not self.task.is_long and lined.polished(_LIMITS.lower * lined.lowest) is not None:
-            pass
-        return lowest_of(lined)
+        peak = math.inf
+        best: Point | None = None  # with values on the host, whose states hold more than it does
+        while not self.task.is_long:
+            found = lined.polished(_LIMITS.lower * min(peak, lined.lowest))
+            if found is None:
+                break
+            peak = found.peak
+            best = found
+        lowest = lowest_of(lined)
+        return lowest if best is None else min(lowest, best, key=lambda point: (point.peak, point.seconds))
 
     def _lined(self, point: Point) -> Lined:
         """A sharding with its states: those that are known, or none yet."""
