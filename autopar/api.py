@@ -97,7 +97,8 @@ def plan(
         cluster: A cluster, its name, such as "h100-8x4", or the path of a profile. None: a generic machine.
         memory_budget: Bytes a device, or text such as "16GiB". None: the memory of a device, less a tenth.
         host_budget: Bytes of the host's memory that a device may use, or text such as "64GiB": saved activations wait
-            for backward there where that is faster than to make them again. 0: nothing moves.
+            for backward there where that is faster than to make them again; optimizer states of autopar.optim.AdamW
+            may lie there. 0: nothing moves.
         optimizer: A name, the bytes of its states for each parameter, or a class or an instance of torch.optim.
         precision: A Precision, or the dtype of compute, such as "bf16". None: the model's own dtypes.
         recompute: "auto", as little as the budget asks for; or a policy, by name or as a function.

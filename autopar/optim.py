@@ -5,6 +5,8 @@
 It makes the step of `torch.optim.AdamW`, whose checkpoints it reads and which reads its own. On a GPU with Triton one
 kernel goes over each shard and makes nothing beside; elsewhere ops do, a piece at a time. `plan(optimizer=)` takes it,
 the class or an instance, and counts no temporaries.
+
+Parameters whose states a plan has on the host are stepped there (`runtime/host_step.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.kernels import adamw
 from autopar.letters import NotServed
+from autopar.runtime.host import HOST
+from autopar.runtime.host_step import HostSteps, Piece, is_stepped_on_host, lent_like
+from autopar.runtime.private import like_part
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names in checkpoints
 _MASTER = "master"
@@ -31,6 +36,8 @@ class AdamW(torch.optim.Optimizer):
     largest norm that all gradients together may have: the step itself scales larger ones, and `grad` stays as it is.
     `norm` is the norm at the last step, before scaling; None where nothing is clipped.
     """
+
+    steps_on_host = True  # parameters whose states a plan has there
 
     def __init__(
         self,
@@ -61,33 +68,62 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale = self._scale()
+        hosted: list[tuple[dict[str, Any], Tensor]] = []
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(group, parameter, parameter.grad, scale)
+                if parameter.grad is None:
+                    continue
+                self._prepare(parameter)
+                if is_stepped_on_host(parameter):
+                    hosted.append((group, parameter))
+                else:
+                    self._step(group, parameter, scale)
+        if hosted:
+            on_host = None if scale is None else scale.to("cpu")
+            HostSteps().run(self._piece(group, parameter, on_host) for group, parameter in hosted)
         return loss
 
-    def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, scale: Tensor | None) -> None:
-        if gradient.is_sparse:
-            raise NotServed("AdamW cannot step by a sparse gradient", advice="an embedding with sparse=False")
-        is_cut = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
-        if is_cut and gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
+    def _prepare(self, parameter: Tensor) -> None:
+        """Let a parameter have its states, where they belong, and count a step."""
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         for name in _MOMENTS:
             if name not in state:
-                state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+                state[name] = _zeros(parameter)
         if parameter.dtype.itemsize < 4 and _MASTER not in state:
             state[_MASTER] = parameter.detach().to(torch.float32)
+        if is_stepped_on_host(parameter):  # A state that was loaded may lie elsewhere.
+            for name in (*_MOMENTS, _MASTER):
+                if name in state and not HOST.holds(_local(state[name])):
+                    there = _zeros(parameter)
+                    _local(there).copy_(_local(state[name]))
+                    state[name] = there
         state["step"] += 1
-        lr = float(group["lr"])
-        decay = float(group["weight_decay"])
-        rates = adamw.Rates(lr, group["betas"], group["eps"], decay, int(state["step"]))
+
+    def _piece(self, group: dict[str, Any], parameter: Tensor, scale: Tensor | None) -> Piece:
+        """A parameter as the host steps it, and its step."""
+        state = self.state[parameter]
+        rates = _rates(group, state)
+        is_fused = parameter.is_cuda  # else as on the device, which is a CPU too, bit for bit
+
+        def step(exact: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
+            average, squares = states
+            if is_fused:
+                adamw.fused(exact, gradient, average, squares, scale, rates)
+            else:
+                adamw.step(exact, gradient, average, squares, None, scale, rates)
+
+        moments = tuple(_local(state[name]) for name in _MOMENTS)
+        master = _local(state[_MASTER]) if _MASTER in state else None
+        return Piece(_local(parameter), _local(_lying_like(parameter)), moments, master, step)
+
+    def _step(self, group: dict[str, Any], parameter: Tensor, scale: Tensor | None) -> None:
+        state = self.state[parameter]
         average, squares = (_local(state[name]) for name in _MOMENTS)
         master = _local(state[_MASTER]) if _MASTER in state else None
-        adamw.step(_local(parameter), _local(gradient), average, squares, master, scale, rates)
+        gradient = _local(_lying_like(parameter))
+        adamw.step(_local(parameter), gradient, average, squares, master, scale, _rates(group, state))
 
     def _scale(self) -> Tensor | None:
         """The factor, at most 1, that clips the norm of all gradients to `max_norm`; None without clipping."""
@@ -107,13 +143,45 @@ class AdamW(torch.optim.Optimizer):
 
         Where a master copy is missing, as in torch's checkpoints, the next step makes it from the parameter.
         """
-        super().load_state_dict(state_dict)  # It rounds the states of sixteen-bit parameters.
+        super().load_state_dict({**state_dict, "state": {}})  # torch's would round the states of sixteen-bit parameters
         places = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for i, parameter in zip(places, parameters, strict=True):
+            given = state_dict["state"].get(i, {})
+            where = torch.device("cpu") if is_stepped_on_host(parameter) else parameter.device
             for name in (*_MOMENTS, _MASTER):
-                if name in (given := state_dict["state"].get(i, {})):
-                    self.state[parameter][name] = given[name].detach().to(parameter.device, torch.float32, copy=True)
+                if name in given:
+                    self.state[parameter][name] = given[name].detach().to(where, torch.float32, copy=True)
+            if "step" in given:
+                self.state[parameter]["step"] = torch.as_tensor(
+                    given["step"], dtype=torch.float32, device="cpu"
+                ).clone()
+
+
+def _rates(group: dict[str, Any], state: dict[str, Any]) -> adamw.Rates:
+    """The hyperparameters of a group, at the step that a parameter's states are at."""
+    decay = float(group["weight_decay"])
+    return adamw.Rates(float(group["lr"]), group["betas"], group["eps"], decay, int(state["step"]))
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    """A state of zeros in single precision, on the host where the parameter is stepped there."""
+    if not is_stepped_on_host(parameter):
+        return torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+    lent = lent_like(_local(parameter))
+    return like_part(lent, parameter) if isinstance(parameter, DTensor) else lent
+
+
+def _lying_like(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter, stored as it is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise NotServed("AdamW cannot step by a sparse gradient", advice="an embedding with sparse=False")
+    is_cut = isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+    if is_cut and gradient.placements != parameter.placements:
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
 
 
 def _local(tensor: Tensor) -> Tensor:

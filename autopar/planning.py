@@ -211,6 +211,7 @@ class Planning:
             kernels=taken(asked.kernels, asked.hardware.device.kernels, asked.compile),
             strict=asked.strict,
             apart=self.apart,
+            host_bytes=asked.states_on_host,
             turns=self.graph.turns,
         )
         shared = self.made(("shared", setting), (self.graph,), lambda: Shared.of(self.graph, setting))
@@ -256,7 +257,8 @@ class Planning:
         whole = replace(self, is_tight=True, why_whole=found.why)
         head = found.head
         numbers = () if head is None else numbers_of_chunks(head)
-        is_over = bytes_that_stand(self.graph, self.request.optimizer) / mesh.size > self.request.budget
+        optimizer = 0 if self.request.states_on_host else self.request.optimizer
+        is_over = bytes_that_stand(self.graph, optimizer) / mesh.size > self.request.budget
         if head is None or not numbers or is_over:
             return whole._planned(mesh, known)
         few = [n for n in numbers if n <= FEW]

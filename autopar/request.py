@@ -35,6 +35,7 @@ from autopar.kernels.measured import taken
 from autopar.letters import BadCluster, NotServed
 from autopar.progress import tell
 from autopar.sharding.cluster import Cluster
+from autopar.sharding.costs import STEPS_ON_HOST
 from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.offload import Room
 from autopar.solver.plan import Plan
@@ -151,6 +152,21 @@ class Request:
         return in_chunks(turned, plan.chunks, self.keeps_outputs)
 
     @property
+    def states_on_host(self) -> float:
+        """Bytes of the host that optimizer states of a device may take; 0 where all stay on devices."""
+        may = self.room is not None and not self._why_states_stay
+        return self.room.bytes if may and self.room is not None else 0.0
+
+    @property
+    def _why_states_stay(self) -> str:
+        """Why no optimizer states may lie on the host; "" where they may."""
+        if self.optimizer not in STEPS_ON_HOST:
+            return f"{self.optimizer}'s stay on devices; those of autopar.optim.AdamW may lie there"
+        if self.room is not None and not self.room.host.adamw_params_per_s:
+            return "those of optimizers stay on devices: nobody measured AdamW on these CPUs, autopar calibrate does"
+        return ""
+
+    @property
     def keeps_outputs(self) -> bool:
         """Whether outputs beside the loss are wanted, whatever it takes to keep them."""
         return self.outputs != "auto"
@@ -200,6 +216,8 @@ class Request:
         if self.kernels is True and self.hardware.device.kernels == "cuda":
             none = "none of autopar's was measured to be faster here: ops run as torch has them"
             said.append(("kernels", ", ".join(taken(True, "cuda", self.compile)) or none))
+        if self.room is not None and self._why_states_stay:
+            said.append(("states on the host", self._why_states_stay))
         if self.time_limit is not None:
             found = f"{self.time_limit:g} s: what was found by then; another run may give another plan"
             said.append(("time_limit", found))

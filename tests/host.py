@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 
-from autopar import Plan
+from autopar import Cluster, Plan
 from autopar.codegen import joint
 from autopar.runtime.host import HOST
+from autopar.sharding.host import Host
 from autopar.space import timeline
 
 
@@ -44,3 +46,9 @@ def small_values_travel():
         HOST.restart()
         yield patch
     joint.LOWERED.clear()
+
+
+def with_host(cluster: Cluster, rate: float = 1e12, params_per_s: float = 1e12, latency_s: float = 1e-9) -> Cluster:
+    """A cluster whose devices reach their host at a rate each way, and whose CPUs step so many parameters a second."""
+    host = Host("a link", rate, rate, latency_s, 2**40, adamw_params_per_s=params_per_s)
+    return replace(cluster, name=f"{cluster.name}-with-host", host=host)

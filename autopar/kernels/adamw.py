@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from autopar.kernels import backend
 from autopar.kernels.backend import jit, tl
@@ -94,6 +96,29 @@ def step(
         by_ops(w, wide if scale is None else wide * scale, m, v, rates)
         if master is not None:
             p.copy_(w)
+
+
+def fused(
+    parameter: Tensor, gradient: Tensor, average: Tensor, squares: Tensor, scale: Tensor | None, rates: Rates
+) -> None:
+    """The step of tensors of a CPU by torch's own kernel, on all of its cores, in one pass over memory."""
+    wide = gradient.to(average.dtype)
+    adamw(
+        [parameter],
+        [wide if scale is None else wide * scale],
+        [average],
+        [squares],
+        [],
+        [torch.tensor(float(rates.step - 1))],
+        fused=True,
+        amsgrad=False,
+        beta1=rates.betas[0],
+        beta2=rates.betas[1],
+        lr=rates.lr,
+        weight_decay=rates.decay,
+        eps=rates.eps,
+        maximize=False,
+    )
 
 
 def _pieces(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.letters import Consumed, NotServed
 from autopar.module.storage import Storage
+from autopar.runtime.host_step import is_stepped_on_host
 from autopar.runtime.owned_meshes import far_of, is_ours
 from autopar.runtime.private import StridedShard
 
@@ -69,6 +70,7 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         spread = [p for p in group["params"] if is_ours(p)]
         if not spread:
             continue
+        _check_hosted(optimizer, spread)
         if isinstance(optimizer, torch.optim.Rprop):
             raise _letter(name, spread[0], "it writes by masks", "torch.optim.RMSprop or AdamW")
         if isinstance(optimizer, torch.optim.Adafactor) and (cut := [p for p in spread if _is_cut(p)]):
@@ -87,6 +89,18 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
             why = "torch has no such kernel for DTensors"
             advice = f"{name}(..., foreach=True)"
             raise _letter(f"{name}(fused=True)", spread[0], why, advice)
+
+
+def _check_hosted(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Raise where the host has to step some of the parameters, and the optimizer steps on devices alone."""
+    hosted = [p for p in parameters if is_stepped_on_host(p)]
+    if hosted and not getattr(optimizer, "steps_on_host", False):
+        raise _letter(
+            type(optimizer).__name__,
+            hosted[0],
+            f"the plan has optimizer states of {len(hosted)} of them on the host, where it cannot step",
+            'autopar.optim.AdamW, or a plan with optimizer="adamw", whose states stay on devices',
+        )
 
 
 def _letter(name: str, parameter: Tensor, why: str, advice: str) -> NotServed:

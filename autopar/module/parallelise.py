@@ -29,6 +29,7 @@ from autopar.module.waiting import let_optimizers_know
 from autopar.module.whole_tensors import read_and_write_as_whole
 from autopar.module.wrapper_guards import watch_parts, watch_what_stands_around
 from autopar.runtime.agreement import agree
+from autopar.runtime.host_step import let_host_step
 from autopar.runtime.patches import convert_blocks, let_anomalies_be_looked_for, skip_together
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 
@@ -58,6 +59,9 @@ def parallelise(
         all_ranks_hold("parameter values", [t for t in (*old, *model.buffers(), *plain) if not t.is_meta])
     mesh_of = (lambda name: mesh) if stages is None else stages.mesh_of
     storage = store(model, lowered.plan.parameters, mesh_of, device, source)
+    for name, parameter in model.named_parameters():
+        if name in lowered.plan.hosted:
+            let_host_step(parameter)
     refuse_steps_on(old)
     _patch()
     state = ModelState(model, lowered, Setup(mesh, device, storage, how, stages), replan)

@@ -79,12 +79,14 @@ def _memory(plan: Plan) -> Tile:
 
 
 def _host(plan: Plan) -> Iterator[Tile]:
-    """A tile for what waits on the host, if anything does."""
-    if plan.offloaded:
+    """A tile for what lies on the host, if anything does."""
+    if plan.offloaded or plan.hosted:
         room = plan.host_budget
         of = f", of a budget of {size(room)}" if room else ""
         share = plan.host_bytes / room if room else None
-        yield Tile("waits on the host", size(plan.host_bytes), f"{several(len(plan.offloaded), 'value')}{of}", share)
+        what = [several(len(plan.offloaded), "value")] if plan.offloaded else []
+        what += [f"states of {several(len(plan.hosted), 'parameter')}"] if plan.hosted else []
+        yield Tile("waits on the host", size(plan.host_bytes), f"{' and '.join(what)}{of}", share)
 
 
 def _gap(plan: Plan) -> Tile:

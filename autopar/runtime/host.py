@@ -50,7 +50,9 @@ class HostMemory:
     def lend(self, like: Tensor) -> Tensor:
         """Memory for a value, laid out as the value is; it is free again once no tensor shows it."""
         extent = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True))
-        nbytes = extent * like.element_size() if like.numel() else 0
+        nbytes = extent * like.element_size()
+        if not like.numel():  # Some rank has no part of it.
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         with self._lock:
             buffer = self._taken(nbytes, like.is_cuda)
             self.bytes += nbytes
@@ -62,7 +64,8 @@ class HostMemory:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a value which waits here."""
-        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._lent
+        address = tensor.untyped_storage().data_ptr()
+        return tensor.device.type == "cpu" and (not tensor.numel() or address in self._lent)
 
     def restart(self) -> None:
         """Count a peak anew, from what is there now."""
@@ -79,7 +82,9 @@ class HostMemory:
                 self._idle -= idle.pop(0).numel()
         if is_pinned:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return torch.from_numpy(np.empty(nbytes, np.uint8))
+        array: np.ndarray = np.empty(nbytes, np.uint8)
+        self._lent.add(array.ctypes.data)  # Known before torch knows of it: what counts tensors asks whose it is.
+        return torch.from_numpy(array)
 
     def _give_back(self, buffer: Tensor, is_pinned: bool) -> None:
         with self._lock:
@@ -107,6 +112,16 @@ class Transfer:
             self.arrives.copy_(self.source)
         else:
             self._wait()
+        self.source = None
+        return self.arrives
+
+    def end_on_host(self) -> Tensor:
+        """Wait on the host until the copy has ended; returns what was written."""
+        assert self.source is not None
+        if self.event is None:
+            self.arrives.copy_(self.source)
+        else:
+            self.event.synchronize()
         self.source = None
         return self.arrives
 
@@ -145,6 +160,11 @@ def begin_from_host(host: Tensor, device: str) -> Transfer:
         )
     there = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
     return Transfer(host, there, _copy(there, host, "from the host") if there.is_cuda else None)
+
+
+def begin_onto(tensor: Tensor, host: Tensor) -> Transfer:
+    """Begin to copy a value of the host over a tensor of the device."""
+    return Transfer(host, tensor, _copy(tensor, host, "from the host") if tensor.is_cuda else None)
 
 
 def end_from_host(transfer: Transfer) -> Tensor:

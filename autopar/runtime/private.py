@@ -61,6 +61,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation_manager
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _math_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.graph import _Namespace
@@ -223,8 +224,11 @@ def hold_part(tensor: Any, local: torch.Tensor, like: Any = None) -> None:
 
 
 def like_part(local: torch.Tensor, other: DTensor) -> DTensor:
-    """A local part as a DTensor with the layout of another one of the same dtype; without autograd."""
-    made: DTensor = DTensor(local, other._spec, requires_grad=False)  # torch's own constructor
+    """A local part as a DTensor with the layout of another one; without autograd."""
+    spec = other._spec
+    if local.dtype != other.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=local.dtype))
+    made: DTensor = DTensor(local, spec, requires_grad=False)  # torch's own constructor
     return made
 
 

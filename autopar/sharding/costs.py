@@ -72,6 +72,9 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "autopar-adamw": {"moved": 7, "kept": 2, "temporary": 0},
 }
 
+# The optimizers whose step may run on the host, where their states then lie.
+STEPS_ON_HOST = ("autopar-adamw",)
+
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
     """Bytes moved, kept and temporarily made by an optimizer's step, per byte of parameter on a device.

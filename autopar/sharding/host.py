@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -36,6 +38,16 @@ class Host:
     def up_s(self, nbytes: float) -> float:
         """Seconds of a copy from the host to a device."""
         return self.latency_s + nbytes / self.up_bytes_per_s
+
+    def adamw_s(self, itemsize: int, nbytes: np.ndarray) -> np.ndarray:
+        """Seconds of AdamW's step on the CPUs for `nbytes` bytes of a parameter, one behind the other.
+
+        Its gradient goes down, with its values where it is in single precision, and the new values come up, all while
+        the CPUs step others.
+        """
+        moves = 1 if itemsize < 4 else 2
+        on_link = np.maximum(moves * nbytes / self.down_bytes_per_s, nbytes / self.up_bytes_per_s)
+        return 2 * self.latency_s + np.maximum(nbytes / itemsize / self.adamw_params_per_s, on_link)
 
     def of_share(self, share: float) -> Host:
         """The host of so large a share of the node's devices, which has that share of its memory."""

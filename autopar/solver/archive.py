@@ -18,6 +18,7 @@ from autopar.kernels import NAMES
 from autopar.letters import BadOrder, BadPlan, Letter
 from autopar.sharding.certainty import SPREADS
 from autopar.sharding.convert import Step
+from autopar.sharding.costs import STEPS_ON_HOST
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
@@ -44,7 +45,7 @@ _KEYS = (
     *("peak_at", "budget", "meshes", "beside_s", "hidden_s", "accumulation", "precision", "scattered", "recomputed"),
     *("recompute_s", "first_peak_bytes", "window_bytes", "suspected", "stopped", "sources", "compiled", "chunks"),
     *("kernels", "fused", "microbatches", "needed", "unaligned", "passing"),
-    *("workload", "pipeline", "offloaded", "host_budget", "host_bytes"),
+    *("workload", "pipeline", "offloaded", "host_budget", "host_bytes", "hosted"),
 )
 # Attributes that are left out of a file where they have these values.
 _LEFT_OUT: dict[str, Any] = {
@@ -62,6 +63,7 @@ _LEFT_OUT: dict[str, Any] = {
     "offloaded": {},
     "host_budget": 0.0,
     "host_bytes": 0,
+    "hosted": frozenset(),
 }
 # The values of attributes that files of older releases lack.
 _LATER = {"window_bytes": 25 * 2**20, "first_peak_bytes": 0, "suspected": (), "stopped": (), "sources": {}}
@@ -198,9 +200,10 @@ def refuse_contradictions(plan: Plan) -> None:
     if set(plan.parameter_bytes) != {name for name, d in plan.decisions.items() if d.kind == "parameter"}:
         raise BadPlan("the plan has sizes of other parameters than it decides")
     if unknown := sorted(
-        {*plan.without_rule, *plan.unaligned, *plan.regathered, *plan.scattered} - set(plan.decisions)
+        {*plan.without_rule, *plan.unaligned, *plan.regathered, *plan.scattered, *plan.hosted} - set(plan.decisions)
     ):
         raise BadPlan(f"the plan speaks of {unknown[0]}, for which it decides nothing")
+    _refuse_hosted(plan)
     if len({(c.target, c.operand) for c in plan.conversions}) < len(plan.conversions):
         raise BadPlan("the plan converts a value twice")
     conversions = {c.name for c in plan.conversions}
@@ -222,6 +225,15 @@ def refuse_contradictions(plan: Plan) -> None:
             raise BadPlan(f"the plan makes {name} in passing for what is behind {op}, which is not one of its ops")
     for c in plan.conversions:
         _refuse_conversion(plan, c)
+
+
+def _refuse_hosted(plan: Plan) -> None:
+    """Raise a letter unless what the host steps are parameters, of an optimizer that steps there."""
+    trained = {name for name in plan.hosted if plan.decisions[name].kind == "parameter"}
+    if wrong := sorted(plan.hosted - trained):
+        raise BadPlan(f"the plan has optimizer states of {wrong[0]} on the host, which is not a parameter of it")
+    if plan.hosted and plan.optimizer not in STEPS_ON_HOST:
+        raise BadPlan(f"the plan has optimizer states on the host, where {plan.optimizer} does not step")
 
 
 def _refuse_stages(plan: Plan, pipeline: Pipeline) -> None:

@@ -253,6 +253,6 @@ def _index_of_twin(site: Site, i: int, order: Sequence[int]) -> int | None:
     strategies = site.choices[i].strategies
     twin = Choice(tuple(strategies[a] for a in order))
     for k, choice in enumerate(site.choices):
-        if choice == twin and all(not marks or marks[k] == marks[i] for marks in (site.regathered, site.scattered)):
+        if choice == twin and (not site.policies or site.policies[k] == site.policies[i]):
             return k
     return None

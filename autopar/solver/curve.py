@@ -15,6 +15,7 @@ from autopar.solver.figures import Row, aligned, size, time
 from autopar.solver.joint import JointPrices
 from autopar.solver.joint_search import JointSearch
 from autopar.solver.limits import LIMITS
+from autopar.solver.offload import states_on_host
 from autopar.solver.points import Point, frontier
 from autopar.solver.recompute import Within
 from autopar.solver.searches import Task
@@ -35,8 +36,8 @@ class CurvePoint:
     peak_bytes: int = 0
     recompute_s: float = 0.0  # seconds of recompute
     recomputed: int = 0  # number of values that are recomputed
-    host_bytes: int = 0  # the most that wait on the host
-    offloaded: int = 0  # number of values that wait there
+    host_bytes: int = 0  # the most that lie on the host, optimizer states included
+    offloaded: int = 0  # number of values that wait there for backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Curve:
     def __str__(self) -> str:
         head: Row = ("budget", "step", "bound", "gap", "peak", "recompute", "values")
         rows = list(map(_row, self))
-        if any(point.offloaded for point in self):
+        if any(point.host_bytes for point in self):
             head = (*head, "host", "there")
             rows = [(*row, *_of_host(point)) for row, point in zip(rows, self, strict=True)]
         return "\n".join(aligned(head, rows))
@@ -83,7 +84,7 @@ def _row(point: CurvePoint) -> Row:
 
 
 def _of_host(point: CurvePoint) -> Row:
-    return (size(point.host_bytes), str(point.offloaded)) if point.offloaded else ("", "")
+    return (size(point.host_bytes), str(point.offloaded)) if point.host_bytes else ("", "")
 
 
 def point_of(plan: Plan, budget: int) -> CurvePoint:
@@ -149,7 +150,7 @@ def _point_under(joint: JointSearch, met: Sequence[Point], budget: int, bound: f
         math.ceil(best.peak),
         best.recompute_s,
         len(best.recomputed),
-        round(best.host_bytes),
+        round(best.host_bytes + states_on_host(joint.task.space, best.picked)),
         len(best.offloaded),
     )
 

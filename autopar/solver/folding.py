@@ -26,7 +26,7 @@ from autopar.graph.layers import around_number
 
 VERSION = 6
 READ = (5, VERSION)  # a decision of version 5 has no outputs, and reads nothing
-_LISTS = ("regathered", "scattered", "recomputed", "without_rule")  # fields that are lists of names
+_LISTS = ("regathered", "scattered", "recomputed", "without_rule", "hosted")  # fields that are lists of names
 # Fields that are objects by name, with a figure or several for each.
 _COLUMNS = {"parameter_bytes": ("bytes",), "needed": ("bytes", "seconds"), "fused": ("family",)}
 _NAMED = frozenset({"passing", "offloaded"})  # Fields that are lists of a value's name and those of ops.
@@ -46,7 +46,7 @@ def fold(data: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "conversions": [((c["source"], c["target"]), _without(c, "source", "target")) for c in data["conversions"]],
     }
-    records |= {key: _records_of(data[key]) for key in _LISTS}
+    records |= {key: _records_of(data[key]) for key in _LISTS if key in data}
     records |= {key: _rows(data[key], columns) for key, columns in _COLUMNS.items() if key in data}
     records |= {key: _named_only(data[key]) for key in sorted(_NAMED & data.keys())}
     folded = {key: _folded(listed) for key, listed in records.items()}
@@ -67,7 +67,7 @@ def unfold(data: Mapping[str, Any], version: int) -> dict[str, Any]:
             {"source": source, "target": target, **said} for (source, target), said in _unfolded(data["conversions"])
         ],
     }
-    found |= {key: _names_of(_unfolded(data[key])) for key in _LISTS}
+    found |= {key: _names_of(_unfolded(data[key])) for key in _LISTS if key in data}
     found |= {key: _entries(_unfolded(data[key]), columns) for key, columns in _COLUMNS.items() if key in data}
     for key in _NAMED & data.keys():
         found[key] = [names for names, _ in _unfolded(data[key])]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solver.limits import LIMITS
-from autopar.solver.offload import Packing, faster, fitted, pace_of, told
+from autopar.solver.offload import Packing, faster, fitted, pace_of, states_on_host, told
 from autopar.solver.points import Point
 from autopar.solver.policies import IN_ONE_LOOK, Policy, in_segments, named, repeated
 from autopar.solver.refine import refined
@@ -32,7 +32,8 @@ class Lined:
         if task.room is None:
             return Lined(point, line, states)
         pace = pace_of(task.space, point.picked)
-        packing = Packing(states, task.room, pace, task.space.setting.passes, task.recomputes)
+        room = task.room.beside(states_on_host(task.space, point.picked))
+        packing = Packing(states, room, pace, task.space.setting.passes, task.recomputes)
         return Lined(point, line, states, packing)
 
     def under(self, states: StepStates) -> Point:

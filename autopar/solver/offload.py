@@ -38,6 +38,10 @@ class Room:
         """The most bytes that can have left a device after so many seconds."""
         return min(self.bytes, max(0.0, seconds) * self.host.down_bytes_per_s)
 
+    def beside(self, nbytes: float) -> Room:
+        """The room that is left beside so many bytes of optimizer states."""
+        return replace(self, bytes=max(0.0, self.bytes - nbytes)) if nbytes else self
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
@@ -279,6 +283,12 @@ def pace_of(space: Space, picked: Sequence[int]) -> np.ndarray:
         first, last = (at[site] for site in window.span)
         pace[first if window.way == "forward" else 2 * n - 1 - last] += max(0.0, moved - computed)
     return pace
+
+
+def states_on_host(space: Space, picked: Sequence[int]) -> float:
+    """Bytes of optimizer states that a device has on the host."""
+    chosen = zip(space.sites, picked, strict=True)
+    return sum(site.policies[i].on_host for site, i in chosen if site.policies and site.kind == "parameter")
 
 
 def most_before(space: Space, step_s: float, time: int) -> float:

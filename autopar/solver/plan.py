@@ -138,6 +138,7 @@ class Plan:
     precision: tuple[str, str] | None = None  # dtypes of compute and of the reduction of gradients
     # parameters whose gradients are reduced in each micro-batch, not once at the end
     scattered: frozenset[str] = frozenset()
+    hosted: frozenset[str] = frozenset()  # parameters that the host steps, with their optimizer states there
     # The states of values that are not saved for backward, by the names of parameters, ops and conversions.
     states: Mapping[str, State] = field(default_factory=dict, repr=False)
     recompute_s: float = 0.0  # seconds of the step that recompute takes
@@ -383,7 +384,8 @@ class Plan:
                 policy = "regathered" if moves.regathered else "kept"
                 reduced = "each" if moves.scattered else "end"
                 stored = values(d.flows()).text(self.mesh.axes)
-                found[escape(name)] = f"{stored}; {self._use_of(name, stored)}; {policy}; {reduced}"
+                states = ("; host" if name in self.hosted else "; device") if self.host_budget else ""
+                found[escape(name)] = f"{stored}; {self._use_of(name, stored)}; {policy}; {reduced}{states}"
             elif d.kind == "input" and is_named:
                 found[escape(name)] = self._use_of(name, values(d.flows()).text(self.mesh.axes))
         return found

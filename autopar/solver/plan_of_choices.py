@@ -14,6 +14,7 @@ from autopar.sharding.convert import Step
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
 from autopar.solver.decision import Conversion, Decision, states_of
+from autopar.solver.offload import states_on_host
 from autopar.solver.plan import Plan
 from autopar.solver.points import Point
 from autopar.space.space import Edge, Flows, Space, reduces
@@ -63,7 +64,8 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges, point.held)) if space.memory else 0,
         states=states_of(point.recomputed, point.passing, regathered, point.offloaded),
-        host_bytes=round(point.host_bytes),
+        host_bytes=round(point.host_bytes + states_on_host(space, picked)),
+        hosted=frozenset(s.name for s, i in chosen if s.kind == "parameter" and s.policies and s.policies[i].on_host),
         recompute_s=point.recompute_s,
         needed=_needed(space, point) if point.recomputed or point.offloaded else {},
         unaligned={} if space.unaligned is None else space.unaligned({s.name: s.choices[i] for s, i in chosen}),
@@ -182,6 +184,6 @@ def _named_for_policies(space: Space) -> list[str]:
     """The name by which each site's policy goes: for a cast, the parameter that it casts."""
     parameter_of = {}
     for e in space.edges:
-        if space.sites[e.target].regathered or space.sites[e.target].scattered:
+        if space.sites[e.target].policies:
             parameter_of[e.target] = e.source
     return [space.sites[parameter_of.get(k, k)].name for k in range(len(space.sites))]

@@ -183,7 +183,7 @@ def _as_one(windows: Sequence[Window]) -> Window:
 def _with_choices(site: Site, left: np.ndarray) -> Site:
     """A site with some of its choices and zero seconds."""
     choices = tuple(site.choices[c] for c in left)
-    return replace(site, choices=choices, seconds=np.zeros(len(left)), regathered=(), scattered=(), compute=())
+    return replace(site, choices=choices, seconds=np.zeros(len(left)), policies=(), compute=())
 
 
 def _with_flows(e: Edge, kind: Sequence[int], left: Sequence[np.ndarray]) -> tuple[Edge, tuple[np.ndarray, np.ndarray]]:
@@ -236,7 +236,7 @@ def _taken(space: Space, kind: Sequence[int], first: Sequence[int], points: Sequ
         for k, choice in zip(kind, p.picked, strict=True):
             taken[k].add(choice)
     for k, i in enumerate(first):
-        if (site := space.sites[i]).regathered or site.scattered:
+        if (site := space.sites[i]).policies:
             chosen = {site.choices[c] for c in taken[k]}
             taken[k] |= {c for c, choice in enumerate(site.choices) if choice in chosen}
     return taken

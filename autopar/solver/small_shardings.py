@@ -88,7 +88,7 @@ class SmallShardings:
                 lined.polished(0.0)
         lined = min(all_, key=lambda lined: lined.lowest)
         peak = math.inf
-        best: Point | None = None  # with values on the host, whose states hold more than it does
+        best: Point | None = None  # It may have values on the host, and hold less than its states say.
         while not self.task.is_long:
             found = lined.polished(_LIMITS.lower * min(peak, lined.lowest))
             if found is None:

@@ -135,15 +135,23 @@ def _places_of(values: Iterable[str]) -> list[str]:
 
 
 def host_of(plan: Plan) -> list[str]:
-    """Texts about the values that wait on the host and its bytes; none where nothing may."""
+    """Texts about what lies on the host, and its bytes; none where nothing may."""
     of = f" of {size(plan.host_budget)}" if plan.host_budget else ""
-    if not plan.offloaded:
+    if not plan.offloaded and not plan.hosted:
         return [f"none{of} is used: no value has to wait there"] if of else []
-    first, *others = _places_of(plan.offloaded)
-    count_of = several(len(plan.offloaded), "value")
-    if not plan.host_bytes:  # Travels that a search has not proven to be in time.
-        return [f"{count_of} there: {first}", *others]
-    return [f"{size(plan.host_bytes)}{of}: {count_of} there, and no op waits for a copy: {first}", *others]
+    held = f"{size(plan.host_bytes)}{of}: " if plan.host_bytes else ""
+    said = []
+    if plan.hosted:
+        stepped = sum(plan.decisions[name].seconds for name in plan.hosted)
+        states = several(len(plan.hosted), "parameter")
+        said.append(f"{held}optimizer states of {states}, which the CPUs step in {time(stepped)}")
+        held = ""
+    if plan.offloaded:
+        first, *others = _places_of(plan.offloaded)
+        count_of = several(len(plan.offloaded), "value")
+        in_time = ", and no op waits for a copy" if plan.host_bytes else ""  # Travels that no search has found to be.
+        said += [f"{held}{count_of} there{in_time}: {first}", *others]
+    return said
 
 
 def speed_of(plan: Plan) -> str:

@@ -198,8 +198,13 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
             yield name, *(str(d.choice) if d else "absent" for d in (mine, theirs))
     yield from states_apart(one, other)
     yield from _kernels_apart(one, other)
-    # Whether a parameter is gathered again for backward, and how often its gradient is reduced.
-    for said, none, names in (("regathered", "kept", "regathered"), ("each", "end", "scattered")):
+    # Whether a parameter is gathered again for backward, how often its gradient is reduced, where its states lie.
+    policies = (
+        ("regathered", "kept", "regathered"),
+        ("each", "end", "scattered"),
+        ("states on the host", "states on the device", "hosted"),
+    )
+    for said, none, names in policies:
         mine, theirs = getattr(one, names), getattr(other, names)
         for name in sorted(mine ^ theirs):
             yield name, *(said if name in held else none for held in (mine, theirs))
@@ -326,6 +331,7 @@ def _parameter_rows(plan: Plan) -> Iterator[Row]:
     regathered = plan.regathered
     for name, sharding in plan.parameters.items():
         policy = " (regathered)" if name in regathered else ""
+        policy += " (states on the host)" if name in plan.hosted else ""
         yield name, sharding.text(plan.mesh.axes) + policy, f"{_local_bytes(plan, name, sharding):,}"
 
 
@@ -381,6 +387,8 @@ def _site_lines(plan: Plan, name: str) -> list[str]:
     recomputed = plan.recomputed
     if name in recomputed:
         lines.append("    not saved: backward recomputes it")
+    if name in plan.hosted:
+        lines.append(f"    optimizer states on the host, whose CPUs step it in {time(d.seconds)}")
     if name in plan.offloaded:
         lines.append(f"    {way_of_copies(plan, name)}")
     for c in plan.conversions:

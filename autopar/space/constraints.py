@@ -4,7 +4,8 @@
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
     "*": "S(0)@dp; R; regathered; each"      its storage; its use; whether the gathered copy is kept for backward; and,
                                              of several micro-batches, whether its gradient is reduced at their end or
-                                             in each (parameters only)
+                                             in each (parameters only); "device" or "host" may follow, where its
+                                             optimizer states lie
     "head.weight": "S(0)@dp; *"              its storage alone
     "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
     "out": "R"                               every output
@@ -52,6 +53,7 @@ class Pins:
     use: Pin
     gather: str = ""  # "kept" or "regathered", where it is said
     reduce: str = ""  # "end" or "each": where a step has several micro-batches
+    states: str = ""  # "device" or "host": where optimizer states lie
     is_about_storage: bool = False
     wished: Pin | None = None  # replaces `use` for uses that have such a choice
 
@@ -198,16 +200,18 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
 
 
 def _parse(pattern: str, text: str, mesh: DeviceMesh) -> Pins:
-    """Read `storage; use; kept or regathered; end or each`; all but the first may be missing."""
+    """Read `storage; use; kept or regathered; end or each; device or host`; the first alone is needed."""
     storage, *others = [field.strip() for field in text.split(";")]
     use = others[:1]
     gather = others[1:2]
-    reduce = others[2:]
-    if gather not in ([], ["kept"], ["regathered"]) or reduce not in ([], ["end"], ["each"]):
-        raise BadConstraint(f"{text!r} is not storage; use; kept or regathered; end or each")
+    reduce = others[2:3]
+    states = others[3:]
+    words = (gather, "kept regathered"), (reduce, "end each"), (states, "device host")
+    if len(states) > 1 or any(given and given[0] not in known.split() for given, known in words):
+        raise BadConstraint(f"{text!r} is not storage; use; kept or regathered; end or each; device or host")
     stored = _pin(storage, mesh)
     used = _pin(use[0], mesh) if use else stored
-    return Pins(pattern, stored, used, "".join(gather), "".join(reduce), is_about_storage=bool(use))
+    return Pins(pattern, stored, used, "".join(gather), "".join(reduce), "".join(states), is_about_storage=bool(use))
 
 
 def _pin(text: str, mesh: DeviceMesh) -> Pin:

@@ -132,14 +132,13 @@ class EdgeBuilder:
 
     def _edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
         giver, taker = source.site, target.site
-        marks = giver.regathered, giver.scattered
-        what = ("edge", source.place, target.place, cargo, marks)
+        what = ("edge", source.place, target.place, cargo, giver.policies)
         like = self.once(what, (giver.choices, taker.choices), lambda: self._new_edge(source, target, cargo))
         return like.between(source.index, target.index, target.place)
 
     def _new_edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
-        marks = source.site.regathered, source.site.scattered
-        apart = bool(marks[0] or marks[1])
+        marks = source.site.policies
+        apart = bool(source.site.regathered or source.site.scattered)
         given, given_by = self._end(source.site.choices, source.place, Choice.output, apart)
         taken, taken_by = self._end(target.site.choices, target.place, Choice.operand)
         table = self.once(

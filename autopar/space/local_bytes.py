@@ -129,6 +129,10 @@ class LocalBytes:
     def scaled(self, table: np.ndarray, factor: float) -> np.ndarray:
         return self.once(("scaled", factor), (table,), lambda: table * factor)
 
+    def where(self, table: np.ndarray, marks: tuple[bool, ...]) -> np.ndarray:
+        """The entries of a table that are marked; 0 instead of others."""
+        return self.once(("where", marks), (table,), lambda: np.where(marks, table, 0.0))
+
     def copied(self, bytes_: EdgeBytes) -> EdgeBytes:
         """The tables of a value that is not contiguous.
 

@@ -186,11 +186,13 @@ def _uses_of_parameter(uses: Sequence[_Taker], of_all: Mapping[SiteKey, Sequence
 
 
 def _follow(draft: Draft, pins: Pins) -> None:
-    """Keep the choices of the pinned policy, and those that do not cut the parameter."""
+    """Keep the choices of the pinned policies; what is not cut has none of how it moves."""
     site = draft.site
     keep = draft.left
-    if not ((pins.gather and site.regathered) or (pins.reduce and site.scattered)):
+    if not site.policies:
         return  # an output that a parameter leaves by has none
+    if pins.states and site.kind == "parameter":
+        keep = keep & np.array([bool(policy.on_host) == (pins.states == "host") for policy in site.policies])
     whole = ~np.array(site.is_cut())
     if pins.gather and site.regathered:
         keep = keep & (whole | (np.array(site.regathered) == (pins.gather == "regathered")))

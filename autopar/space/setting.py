@@ -24,6 +24,7 @@ class Setting:
     kernels: tuple[str, ...] = ()  # families of autopar's kernels that may stand for groups of ops
     apart: frozenset[str] = frozenset()  # results of groups that no kernel stands for, by name
     strict: bool = False  # whether an op without a rule is an error
+    host_bytes: float = 0.0  # bytes of the host that optimizer states of a device may take
     turns: int = 1  # micro-batches of a call; the graph is of one
 
     @property

@@ -72,7 +72,10 @@ class SitePieces:
         self._put("gradients", node, held, self.buckets.lies_from(node), always)
         if self.buckets.adds_twice and node not in self.buckets.wait:
             self._put("gradients", node, held, 0, self.clock.settled)
-        self._put("optimizer states", node, self.bytes.scaled(held, figures["kept"]), 0, always)
+        states = self.bytes.scaled(held, figures["kept"])
+        if policies := self.wiring.site(node).policies:
+            states = self.bytes.where(states, tuple(not policy.on_host for policy in policies))
+        self._put("optimizer states", node, states, 0, always)
         temporary = self.bytes.scaled(held, figures["temporary"])
         if self.clock.updates > 1:
             # one parameter after the other: two tensors for the while, of which one stays until the next has made its

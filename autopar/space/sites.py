@@ -36,6 +36,7 @@ from autopar.space.parameter_values import ParameterValues
 from autopar.space.setting import Setting
 from autopar.space.shared import Shared
 from autopar.space.space import Site, StoragePolicy
+from autopar.space.states_on_host import StatesOnHost
 from autopar.space.user_rules import takes_sums
 from autopar.space.wiring import SiteKey
 
@@ -71,6 +72,7 @@ class SiteBuilder:
         self.seconds = OpSeconds(graph, setting, shared.kernels)
         self._crossed, self._known = shared.choices, shared.sites
         self.once = Once()  # shared tables of parameters with storage policies
+        self.on_host = StatesOnHost.of(graph, setting)
 
     def drafts(self) -> dict[SiteKey, Draft]:
         """All sites with their legal choices, before anything is pinned."""
@@ -107,7 +109,9 @@ class SiteBuilder:
         if key not in self._known:
             self._known[key] = self._new_parameter(name, type_, even)
         site = replace(self._known[key], name=name)
-        return site if node in self.parameters.cast_parameters else self._with_policies(site, type_)
+        if node not in self.parameters.cast_parameters:
+            site = self._with_policies(site, type_)
+        return site if self.on_host is None else self.on_host.with_policy(site, type_)
 
     def _new_parameter(self, name: str, type_: TensorType, even: dict[int, set[Sizes]]) -> Site:
         choices = self._cross(storage_strategies(type_.shape, even), _sizes(type_))
@@ -135,13 +139,8 @@ class SiteBuilder:
         cut = [i for i, is_cut in enumerate(site.is_cut()) if is_cut]
         places = [*range(len(site.choices)), *(cut * len(others))]
         marks = [first] * len(site.choices) + [policy for policy in others for _ in cut]
-        regathered, scattered = tuple(m.regathered for m in marks), tuple(m.scattered for m in marks)
-        site = site.at(
-            places,
-            regathered=regathered if any(regathered) else (),
-            scattered=scattered if any(scattered) else (),
-        )
-        return self._run_once(site, [not is_again for is_again in regathered])
+        site = site.at(places, policies=tuple(marks))
+        return self._run_once(site, [not policy.regathered for policy in marks])
 
     def _run_once(self, site: Site, marks: Sequence[bool]) -> Site:
         """The site of an op whose forward, under marked choices, runs before the first micro-batch."""

@@ -31,10 +31,11 @@ Flows = tuple[Flow, ...]  # one per axis
 
 
 class StoragePolicy(NamedTuple):
-    """How a parameter that is cut moves."""
+    """How a parameter that is cut moves, and where its optimizer states lie."""
 
     regathered: bool = False  # whether its gathered copy is dropped, and made again in backward
     scattered: bool = False  # whether its gradient is reduced in every micro-batch, not once after them
+    on_host: float = 0.0  # bytes of its optimizer states that lie on the host, where its step runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +50,7 @@ class Site:
     source: str = ""
     has_rule: bool = True
     bytes: int = 0  # bytes of a whole parameter
-    regathered: tuple[bool, ...] = ()  # whether backward gathers a parameter again, by choice
-    # whether a parameter's gradient is reduced in every micro-batch, not once after them, by choice
-    scattered: tuple[bool, ...] = ()
+    policies: tuple[StoragePolicy, ...] = ()  # policies of a parameter by choice; () where there is one alone
     priced_by: str = ""  # the source of the seconds: a name of `sharding/certainty.py`
     suspected: str = ""  # a rule line under which an op without a rule passed a trial
     compute: tuple[np.ndarray, ...] = ()  # an op's seconds of compute, forward and backward
@@ -68,8 +67,7 @@ class Site:
                 "seconds": self.seconds[places],
                 "compute": tuple(part[places] for part in self.compute),
                 "exchange": tuple(part[places] for part in self.exchange),
-                "regathered": tuple(self.regathered[i] for i in places) if self.regathered else (),
-                "scattered": tuple(self.scattered[i] for i in places) if self.scattered else (),
+                "policies": tuple(self.policies[i] for i in places) if self.policies else (),
                 **changes,
             },
         )
@@ -82,9 +80,20 @@ class Site:
             seconds=like.seconds,
             compute=like.compute,
             exchange=like.exchange,
-            regathered=like.regathered,
-            scattered=like.scattered,
+            policies=like.policies,
         )
+
+    @property
+    def regathered(self) -> tuple[bool, ...]:
+        """Whether backward gathers a parameter again, by choice; () where it never does."""
+        marks = tuple(policy.regathered for policy in self.policies)
+        return marks if any(marks) else ()
+
+    @property
+    def scattered(self) -> tuple[bool, ...]:
+        """Whether a gradient is reduced in every micro-batch, by choice; () where it never is."""
+        marks = tuple(policy.scattered for policy in self.policies)
+        return marks if any(marks) else ()
 
     def is_cut(self) -> list[bool]:
         """Whether the first output lies in parts, by choice."""

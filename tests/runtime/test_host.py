@@ -45,6 +45,13 @@ def test_a_value_returns_as_it_was_and_its_memory_is_free_meanwhile(name, monkey
     assert HOST.bytes == before
 
 
+def test_a_value_of_no_elements_travels_as_well():
+    """The part of a rank that has none of it."""
+    x = torch.randn(0, 3)
+    back = end_from_host(begin_from_host(end_to_host(begin_to_host(x)), "cpu"))
+    assert back.shape == x.shape
+
+
 def test_writing_to_a_value_on_its_way_is_noticed():
     x = torch.ones(4)
     pending = begin_to_host(x)

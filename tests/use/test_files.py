@@ -20,8 +20,10 @@ from autopar.graph.nodes import info
 from autopar.letters import BadPlan
 from autopar.solver.folding import _folded, _unfolded
 from autopar.tracer import ColoTracer
+from tests.host import with_host
 from tests.kernels.sites import SITES
 from tests.language import drawn, meta_gpt2, meta_llama_8b
+from tests.models import eager_links
 from tests.shares import by_day
 
 ASSUMED = Assume(no_padding=True)
@@ -29,6 +31,14 @@ HOW = {
     "gpt2": {"mesh": (2, 2), "memory_budget": "3MiB"},
     "llama": {"mesh": (2, 2), "parallel": {"data": 2, "tensor": 2}, "precision": "bf16"},
     "t5 1.1": {"mesh": 4, "kernels": ("rms_norm",)},
+    "llama on host": {
+        "mesh": (2,),
+        "parallel": "zero3",
+        "cluster": with_host(eager_links()),
+        "optimizer": "autopar-adamw",
+        "memory_budget": "900KiB",
+        "host_budget": "1GiB",
+    },
     "gpt_neox": {"mesh": (4,), "recompute": "full", "memory_budget": "64GiB", "accumulation": 2},
 }
 
@@ -39,13 +49,13 @@ def schema():
 
 @functools.cache
 def planned(name):
-    build, config = SITES[name]
+    build, config = SITES[name.partition(" on ")[0]]
     return autopar.plan(
         build(config).train(), drawn(16, 16, 128), assume=ASSUMED, **{"memory_budget": "inf", **HOW[name]}
     )
 
 
-@pytest.mark.parametrize("name", by_day(HOW, "llama", "gpt_neox"))
+@pytest.mark.parametrize("name", by_day(HOW, "llama on host", "gpt_neox"))
 def test_a_file_is_what_its_schema_says_and_gives_the_plan(name, tmp_path):
     plan, path = planned(name), tmp_path / "plan.json"
     plan.save(path)

@@ -1,0 +1,117 @@
+"""Steps of parameters on the CPUs of the host: gradients go down a piece at a time, and stepped parameters come up.
+
+    begin      copies of the next pieces go down while the CPUs step one
+    step       the parameter in single precision, its gradient and its states, all on the host
+    end        the stepped piece goes up while the CPUs step the next
+
+Where the device is a CPU the host is a second memory, so that all of this runs there as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.host import HOST, Transfer, begin_onto, begin_to_host
+
+# Updates in place, on the host: the values of a piece in single precision, by its gradient, and its states.
+PieceStep = Callable[[Tensor, Tensor, tuple[Tensor, ...]], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A run of a parameter's local part that is stepped at once, with what belongs to it."""
+
+    parameter: Tensor
+    gradient: Tensor
+    states: tuple[Tensor, ...]  # Optimizer states lie on the host.
+    # Values in single precision, on the host as well, of a parameter that has fewer bits.
+    master: Tensor | None
+    step: PieceStep
+
+    def cut(self, size: int) -> Iterator[Piece]:
+        """The piece in pieces of at most `size` elements; whole where a tensor is not contiguous."""
+        masters = () if self.master is None else (self.master,)
+        tensors = self.parameter, self.gradient, *self.states, *masters
+        count = self.parameter.numel()
+        if count <= size or not all(t.is_contiguous() for t in tensors):
+            yield self
+            return
+        flat = [t.view(-1) for t in tensors]
+        for start in range(0, count, size):
+            parameter, gradient, *others = (t[start : start + size] for t in flat)
+            states = tuple(others[: len(self.states)])
+            yield Piece(parameter, gradient, states, others[-1] if masters else None, self.step)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coming:
+    """A piece on its way to the host."""
+
+    piece: Piece
+    gradient: Transfer
+    exact: Transfer | None  # the values of the parameter, where the host has none
+
+
+@dataclass(slots=True, eq=False)
+class HostSteps:
+    """The steps of parameters on the host, one piece behind the other."""
+
+    size: int = 2**24  # elements of a piece: 64 MiB in single precision, which a link carries at its full rate
+    ahead: int = 2  # pieces on their way in each direction while one is stepped
+    _coming: deque[_Coming] = field(default_factory=deque)
+    _going: deque[Transfer] = field(default_factory=deque)
+
+    def run(self, parameters: Iterable[Piece]) -> None:
+        """Step parameters in turn; their values on the device are new when it returns."""
+        for whole in parameters:
+            for piece in whole.cut(self.size):
+                self._begin(piece)
+                if len(self._coming) > self.ahead:
+                    self._step()
+        while self._coming:
+            self._step()
+        self._end(0)
+
+    def _begin(self, piece: Piece) -> None:
+        exact = begin_to_host(piece.parameter) if piece.master is None else None
+        self._coming.append(_Coming(piece, begin_to_host(piece.gradient), exact))
+
+    def _step(self) -> None:
+        """Step the piece that comes first, and begin to send its values up."""
+        coming = self._coming.popleft()
+        piece = coming.piece
+        gradient = coming.gradient.end_on_host()
+        exact = piece.master if coming.exact is None else coming.exact.end_on_host()
+        assert exact is not None
+        piece.step(exact, gradient, piece.states)
+        if exact.dtype != piece.parameter.dtype:
+            exact = HOST.lend(piece.parameter).copy_(exact)
+        self._going.append(begin_onto(piece.parameter, exact))
+        self._end(self.ahead)
+
+    def _end(self, left: int) -> None:
+        """End copies up until so many are left on their way."""
+        while len(self._going) > left:
+            self._going.popleft().end_on_host()
+
+
+def let_host_step(parameter: Any) -> None:
+    """Mark a parameter as one that the host steps, where its optimizer states lie."""
+    parameter._autopar_on_host = True
+
+
+def is_stepped_on_host(parameter: Tensor) -> bool:
+    """Whether the host steps a parameter."""
+    return getattr(parameter, "_autopar_on_host", False)
+
+
+def lent_like(tensor: Tensor) -> Tensor:
+    """Zeros in single precision on the host, laid out as a tensor of the device is."""
+    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32, device="meta")
+    return HOST.lend(form).zero_()

@@ -1,0 +1,104 @@
+"""Optimizer states on the host, as a policy of parameters: where it saves what fits nowhere else, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import autopar
+from autopar import DeviceMesh
+from autopar.letters import BadConstraint, BadPlan, Infeasible
+from tests.host import with_host
+from tests.models import eager_links, mlp_case
+from tests.stages.models import case
+
+DP = DeviceMesh((2,), ("dp",))
+
+
+def planned(budget, host="1GiB", cluster=None, **how):
+    model, batch = mlp_case()
+    how = {"mesh": DP, "parallel": "zero3", "optimizer": "autopar-adamw", **how}
+    return autopar.plan(
+        model, batch, memory_budget=budget, host_budget=host, cluster=cluster or with_host(eager_links()), **how
+    )
+
+
+def states_of(plan, names):
+    """Bytes of two states in the parameters' own precision, in the parts that a device has."""
+    parts = {name: 2 if "S(" in str(plan.parameters[name]) else 1 for name in names}
+    return sum(2 * plan.parameter_bytes[name] // parts[name] for name in names)
+
+
+def test_without_need_states_stay_and_under_need_they_go():
+    free = planned("inf")
+    assert not free.hosted and not free.host_bytes
+    least = planned("inf", host=0)
+    with pytest.raises(Infeasible) as letter:
+        planned(1, host=0)
+    budget = int(letter.value.smallest) - states_of(least, least.parameters) // 2
+    with pytest.raises(Infeasible):
+        planned(budget, host=0)
+    slow = with_host(eager_links(), rate=1e3)  # Nothing that is saved could travel in time.
+    tight = planned(budget, cluster=slow)
+    assert tight.hosted and tight.peak_bytes <= budget and tight.lower_bound_s <= tight.step_time_s
+    there = states_of(tight, tight.hosted)
+    assert tight.memory["optimizer states"] == states_of(tight, tight.parameters) - there
+    assert not tight.offloaded and tight.host_bytes == there
+
+
+def test_the_step_on_the_host_takes_what_the_cpus_and_the_link_take():
+    """Of a parameter the host steps, alone in a step: the slower of CPUs and link, and two starts."""
+    pinned = {"*": "S(0)@dp; R; kept; end; host"}
+    for rate, stepped in ((1e6, 1e12), (1e12, 1e5)):
+        cluster = with_host(eager_links(), rate, stepped, 1e-3)
+        plan = planned("inf", cluster=cluster, parallel=None, constraints=pinned)
+        assert plan.hosted == set(plan.parameters)
+        for name in plan.hosted:
+            held = plan.parameter_bytes[name] / 2
+            expected = 2e-3 + max(held / 8 / stepped, 2 * held / rate)  # in double precision, gradient and values
+            assert plan.decisions[name].seconds == pytest.approx(expected)
+
+
+def test_no_more_is_on_the_host_than_the_budget_for_it():
+    """The last parameters have room first; values that wait for backward have what is left."""
+    whole = planned("inf", mesh=(1,), parallel=None, constraints={"*": "*; *; kept; end; device"})
+    total = states_of(whole, whole.parameters)
+    for share in (0.2, 0.6):
+        room = int(share * total)
+        with pytest.raises(Infeasible) as letter:
+            planned(1, room, mesh=(1,), parallel=None)
+        plan = planned(letter.value.smallest * 1.02, room, mesh=(1,), parallel=None)
+        assert plan.hosted and states_of(plan, plan.hosted) <= plan.host_bytes <= room
+
+
+def test_constraints_pin_where_states_lie_and_plans_say_so(tmp_path):
+    head = planned("inf", constraints={"head.weight": "S(0)@dp; R; regathered; end; host"})
+    assert head.hosted == {"head.weight"} and "(states on the host)" in head.table()
+    assert planned("inf", parallel=None, constraints=head.constraints()).hosted == head.hosted
+    head.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == head
+    assert "states on the host" in head.diff(planned("inf"))
+    assert "whose CPUs step it" in head.explain("head.weight")
+    with pytest.raises(BadConstraint, match="device or host"):
+        planned("inf", constraints={"head.weight": "R; R; kept; end; there"})
+    for wrong in ({"hosted": ["blocks.0/gelu"]}, {"optimizer": "adamw"}):
+        with pytest.raises(BadPlan, match="on the host"):
+            autopar.Plan.from_dict({**head.to_dict(), **wrong})
+
+
+@pytest.mark.parametrize("how", [{"optimizer": "adamw"}, {"cluster": with_host(eager_links(), params_per_s=0.0)}])
+def test_a_plan_says_why_states_stay(how):
+    plan = planned("inf", **how)
+    assert not plan.hosted and any(name == "states on the host" for name, _ in plan.defaults)
+
+
+def test_the_search_ends_where_nothing_fits_beside_a_host():
+    """A smaller plan was looked for without end, where what waits on the host made no state hold less."""
+    model, batch = case("unet")
+    cluster = with_host(eager_links())
+    free = autopar.plan(model, batch, mesh=DP, parallel="dp", cluster=cluster, optimizer=0, memory_budget="inf")
+    how = dict(mesh=DP, parallel="dp", cluster=cluster, optimizer=0, host_budget="1GiB")
+    with pytest.raises(Infeasible):
+        autopar.plan(model, batch, memory_budget=free.peak_bytes // 4, **how)
+    assert replace(free, hosted=frozenset()) == free
