@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from autopar.solver.fewer_on_host import with_fewer_on_host
 from autopar.solver.joint import JointPrices
 from autopar.solver.joint_search import JointSearch
 from autopar.solver.limits import LIMITS
@@ -35,10 +36,12 @@ Without = Callable[[], Findings]
 def recompute(task: Task, policy: str | Policy, without: Without) -> Findings:
     """The findings with recompute, by a policy or by the joint search; `without` searches without it."""
     if policy == "none":
-        return _on_host_alone(task, without())
+        return with_fewer_on_host(task, _on_host_alone(task, without()))
     if policy == "auto":
         found = _auto(task, without)
-        return _auto(replace(task, room=None), without) if found.best is None and task.room is not None else found
+        if found.best is None and task.room is not None:
+            found = _auto(replace(task, room=None), without)
+        return with_fewer_on_host(task, found)
     search = PolicySearch(task, policy)
     search.look()
     if search.is_hopeless:

@@ -102,3 +102,16 @@ def test_the_search_ends_where_nothing_fits_beside_a_host():
     with pytest.raises(Infeasible):
         autopar.plan(model, batch, memory_budget=free.peak_bytes // 4, **how)
     assert replace(free, hosted=frozenset()) == free
+
+
+def test_no_more_states_go_than_the_budget_asks_for():
+    """Layers that are alike move together at one price; one of two states would do, and CPUs are slow."""
+    slow = with_host(eager_links(), rate=1e4, params_per_s=1e6)
+    how = dict(cluster=slow, mesh=(1,), parallel=None, recompute="none")
+    stay = planned("inf", **how)
+    budget = stay.peak_bytes - states_of(stay, ["blocks.0.up.weight", "blocks.0.down.weight"])
+    tight = planned(budget, **how)
+    whole = planned(budget, **how, constraints={"*": "*; *; kept; end; host"})
+    assert tight.hosted < whole.hosted and tight.step_time_s < 0.8 * whole.step_time_s
+    least = min(states_of(stay, [name]) for name in tight.hosted)
+    assert tight.peak_bytes + least > budget
