@@ -1,8 +1,9 @@
-"""Activations on the host: steps of plans by the rate of the link, and bytes of plans beside those that ranks hold.
+"""Values on the host: steps of plans by the rate of the link, and bytes of plans beside those that ranks hold.
 
-    python -m benchmarks.offload [links] [held]
+    python -m benchmarks.offload [links] [states] [held]
 
     links     LLaMA-8B under budgets, with links of several rates, and without
+    states    the same under tighter budgets, with optimizer states on the host of 8 H200 as well
     held      small models on CPUs: what a rank and its host hold at their most, over what the plan says
 
 No device is used: seconds are those of plans, and rates of links are said, not those of a machine.
@@ -26,26 +27,32 @@ from benchmarks import memory
 GIB = 2**30
 RATES = (0.0, 24e9, 52e9, 370e9)  # none, PCIe 4 and 5 with 16 lanes, C2C
 SHARES = (0.75, 0.6, 0.5, 0.42, 0.36, 0.33)
+TIGHT = (0.36, 0.3, 0.25, 0.22, 0.18)
 
 
-def planned(budget: float | str, rate: float) -> tuple[autopar.Plan | None, float]:
-    """A plan under ZeRO-3 on 8 H100, and the CPU seconds that it took; None where nothing fits."""
+def planned(
+    budget: float | str, cluster: autopar.Cluster, optimizer: str = "adamw"
+) -> tuple[autopar.Plan | None, float]:
+    """A plan under ZeRO-3 on 8 devices, and the CPU seconds that it took; None where nothing fits."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     config = LlamaConfig(vocab_size=128256, num_hidden_layers=32, use_cache=False, **sizes)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
         batch = {name: torch.empty(8, 8192, dtype=torch.long) for name in ("input_ids", "labels")}
-    host = Host("a link", rate, rate, 1e-5, 2**41) if rate else None
-    cluster = replace(autopar.Cluster.of("h100-8x1"), host=host)
     given: dict[str, Any] = {"mesh": (8,), "precision": "bf16", "parallel": "zero3", "chunks": 8}
+    given |= {"optimizer": optimizer, "host_budget": "256GiB" if cluster.host is not None else 0}
     began = time.process_time()
     try:
-        plan = autopar.plan(
-            model, batch, cluster=cluster, memory_budget=budget, host_budget="256GiB" if rate else 0, **given
-        )
+        plan = autopar.plan(model, batch, cluster=cluster, memory_budget=budget, **given)
     except autopar.Infeasible:
         return None, time.process_time() - began
     return plan, time.process_time() - began
+
+
+def linked(rate: float) -> autopar.Cluster:
+    """8 H100 whose links to the host have a rate each way; without a host at rate 0."""
+    host = Host("a link", rate, rate, 1e-5, 2**41) if rate else None
+    return replace(autopar.Cluster.of("h100-8x1"), host=host)
 
 
 MODELS = {
@@ -104,14 +111,14 @@ def print_held() -> None:
 
 
 def print_links() -> None:
-    free, _ = planned("inf", 0.0)
+    free, _ = planned("inf", linked(0.0))
     assert free is not None
     print(f"saved whole: {free.step_time_s:.4f} s a step, {free.peak_bytes / GIB:.1f} GiB\n")
     print("| budget | link, GB/s | step | gap | on the host, GiB | values there | made again | CPU s |")
     print("|---|---|---|---|---|---|---|---|")
     for share in SHARES:
         for rate in RATES:
-            plan, took = planned(share * free.peak_bytes, rate)
+            plan, took = planned(share * free.peak_bytes, linked(rate))
             link = f"{rate / 1e9:.0f}" if rate else "none"
             if plan is None:
                 print(f"| {share:.2f} | {link} | nothing fits | | | | | {took:.1f} |", flush=True)
@@ -121,6 +128,26 @@ def print_links() -> None:
             print(f"| {share:.2f} | {link} | {adds} | {plan.gap:.2%} | {there} | {took:.1f} |", flush=True)
 
 
+def print_states() -> None:
+    cluster = autopar.Cluster.of("h200-8x1")
+    alone = replace(cluster, host=None)
+    free, _ = planned("inf", alone, "autopar-adamw")
+    assert free is not None
+    print(f"saved whole: {free.step_time_s:.4f} s a step, {free.peak_bytes / GIB:.1f} GiB\n")
+    print("| budget | step without a host | step | gap | on the host, GiB | states there of | values there | CPU s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for share in TIGHT:
+        without, _ = planned(share * free.peak_bytes, alone, "autopar-adamw")
+        plan, took = planned(share * free.peak_bytes, cluster, "autopar-adamw")
+        beside = "nothing fits" if without is None else f"{without.step_time_s:.3f} s"
+        if plan is None:
+            print(f"| {share:.2f} | {beside} | nothing fits | | | | | {took:.1f} |", flush=True)
+            continue
+        step = f"{plan.step_time_s:.3f} s | {plan.gap:.1%} | {plan.host_bytes / GIB:.1f}"
+        of = f"{len(plan.hosted)} of {len(plan.parameters)} | {len(plan.offloaded)}"
+        print(f"| {share:.2f} | {beside} | {step} | {of} | {took:.1f} |", flush=True)
+
+
 if __name__ == "__main__":
-    for _name in sys.argv[1:] or ("links", "held"):
-        {"links": print_links, "held": print_held}[_name]()
+    for _name in sys.argv[1:] or ("links", "states", "held"):
+        {"links": print_links, "states": print_states, "held": print_held}[_name]()

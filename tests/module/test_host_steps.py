@@ -15,7 +15,7 @@ from autopar import DeviceMesh
 from autopar.kernels import adamw
 from autopar.letters import NotServed
 from autopar.runtime.host import HOST
-from autopar.runtime.host_step import HostSteps, Piece
+from autopar.runtime.host_step import HostSteps, Piece, lent_like
 from autopar.runtime.private import local_part
 from benchmarks.memory import Live
 from tests.host import with_host
@@ -191,3 +191,27 @@ def test_torchs_kernel_of_cpus_makes_the_step_of_the_ops():
         adamw.step(*theirs, None, scale, rates)
         for one, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpus_parameter_is_stepped_by_the_cpus(dtype):
+    """In several pieces, with compute of the device before and behind; within what the kernels' order of sums leaves."""
+    dice = torch.Generator().manual_seed(0)
+    values, gradient = (torch.randn(300_000, generator=dice).to(dtype).cuda() for _ in range(2))
+    found, expected = values.clone(), values.float().cpu()
+    states = [torch.zeros(300_000) for _ in range(4)]
+    lent = tuple(lent_like(found) for _ in range(2))
+    master = None if dtype == torch.float32 else lent_like(found).copy_(values)
+    for number in (1, 2, 3):
+        rates = adamw.Rates(0.1, (0.9, 0.99), 1e-8, 0.1, number)
+
+        def step(exact, gradient, states, rates=rates):
+            adamw.fused(exact, gradient, *states, None, rates)
+
+        gradient = gradient * 1.5
+        HostSteps(size=70_000).run([Piece(found, gradient, lent, master, step)])
+        adamw.step(expected, gradient.float().cpu(), states[0], states[1], None, None, rates)
+    torch.testing.assert_close(
+        found.float().cpu(), expected.to(dtype).float(), rtol=2e-2 if master is not None else 1e-5, atol=1e-5
+    )

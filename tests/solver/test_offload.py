@@ -13,7 +13,7 @@ from autopar.letters import BadBudget, NotServed
 from autopar.sharding.host import Host
 from autopar.solver.offload import Packing, Room, fitted
 from autopar.solver.states import StateSearch
-from benchmarks.offload import planned
+from benchmarks.offload import linked, planned
 from tests.models import mlp_case
 from tests.solver.lines import drawn
 
@@ -162,13 +162,13 @@ def test_a_micro_batch_repeats_what_a_step_repeats_in_all_of_them():
 @pytest.mark.nightly
 def test_a_large_model_pays_less_the_faster_its_link_is():
     """LLaMA-8B under ZeRO-3 on 8 devices: against recompute alone, and as long as it takes to plan that."""
-    free, _ = planned("inf", 0.0)
+    free, _ = planned("inf", linked(0.0))
     seconds: list[tuple[float, float]] = []
     for share, most in ((0.5, 0.018), (0.42, 0.04), (0.33, 0.13)):
-        alone, took = planned(share * free.peak_bytes, 0.0)
-        slow, _ = planned(share * free.peak_bytes, 24e9)
-        plan, longer = planned(share * free.peak_bytes, 52e9)
-        fast, _ = planned(share * free.peak_bytes, 370e9)
+        alone, took = planned(share * free.peak_bytes, linked(0.0))
+        slow, _ = planned(share * free.peak_bytes, linked(24e9))
+        plan, longer = planned(share * free.peak_bytes, linked(52e9))
+        fast, _ = planned(share * free.peak_bytes, linked(370e9))
         assert plan.step_time_s <= (1 + most) * free.step_time_s
         seconds.append((took, longer))
         assert fast.step_time_s == pytest.approx(free.step_time_s, rel=1e-6)
