@@ -39,9 +39,10 @@ $(VENV)/.test: $(VENV)/.torch-$(TORCH) $(EXTRAS)/.done pyproject.toml Makefile
 	$(PIP) --editable ".[test,hf]" transformers==$(TRANSFORMERS) "triton==$(TRITON); platform_system == 'Linux'"
 	@touch $@ $(VENV)/.demo
 
-$(VENV)/.dev: $(VENV)/.test
+# all that .test has, in one call of pip
+$(VENV)/.dev: $(VENV)/.torch-$(TORCH) $(EXTRAS)/.done pyproject.toml Makefile
 	$(PIP) --editable ".[test,hf,dev]" transformers==$(TRANSFORMERS) "triton==$(TRITON); platform_system == 'Linux'"
-	@touch $@
+	@touch $@ $(VENV)/.test $(VENV)/.demo
 
 demo: $(VENV)/.demo            ## plan a model on a 2x2 mesh, train it on four processes beside the single-device model
 	@$(BIN)/python examples/demo.py
