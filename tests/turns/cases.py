@@ -50,7 +50,7 @@ def t5():
 def vit(dropout=0.1):
     config = transformers.ViTConfig(
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         intermediate_size=64,
         image_size=32,
@@ -68,9 +68,9 @@ def convnext():
 
 
 MODELS = {
-    "gpt2": (functools.partial(language.gpt2, vocabulary=128), lambda: words(128)),
-    "llama": (language.llama, lambda: words(256)),
-    "bert": (language.bert, lambda: words(256)),
+    "gpt2": (functools.partial(language.gpt2, 1, vocabulary=128), lambda: words(128)),
+    "llama": (functools.partial(language.llama, 1), lambda: words(256)),
+    "bert": (functools.partial(language.bert, 1), lambda: words(256)),
     "t5": (t5, lambda: words(128)),
     "vit": (vit, pictures),
     "convnext": (convnext, pictures),
