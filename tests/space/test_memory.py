@@ -167,7 +167,7 @@ def test_a_gradient_that_accumulates_is_held_until_it_is_added(how, fake_world):
     """The model is mostly parameters, so that a second set of gradients beside the sums shows."""
     torch.manual_seed(0)
     rows = 8 * how.get("microbatches", 1)
-    model, batch = MLP(256, 6), {"x": torch.zeros(rows, 256), "y": torch.zeros(rows, 256)}
+    model, batch = MLP(256, 4), {"x": torch.zeros(rows, 256), "y": torch.zeros(rows, 256)}
     plan = autopar.plan(model, batch, mesh=(4,), cluster=memory.cpu(), memory_budget="inf", **how)
     with fake_world(4):
         parallel = autopar.autoparallelize(model, batch, plan=plan)
@@ -180,6 +180,9 @@ OVER_TWO_AXES = {"parallel": "zero3", "microbatches": 2, "recompute": "full"}
 PAIRS = memory.PAIRS | {
     "two layers of llama, 2d": replace(memory.PAIRS["llama 2d"], given={"layers": 2}),
     "three layers of llama, zero3 over two axes": memory.Pair(memory.llama, (2, 2), OVER_TWO_AXES, given={"layers": 3}),
+    "three layers of llama, zero3 bfloat16 in 4 micro-batches": replace(
+        memory.PAIRS["llama zero3 bfloat16 in 4 micro-batches"], given={"layers": 3}
+    ),
 }
 
 
@@ -189,7 +192,8 @@ PAIRS = memory.PAIRS | {
         pytest.param(
             "vit zero3", None, marks=pytest.mark.nightly
         ),  # copies of a window are there before the next gather begins
-        ("llama zero3 bfloat16 in 4 micro-batches", None),  # a reduction has finished before the next is packed
+        # a reduction has finished before the next is packed
+        ("three layers of llama, zero3 bfloat16 in 4 micro-batches", None),
         # over two axes the second step of a reduction goes on beside the window after
         ("three layers of llama, zero3 over two axes", None),
         pytest.param("llama free in 2 micro-batches", 0.5, marks=pytest.mark.nightly),
