@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from torch import nn
 
 import autopar
 from autopar import Cluster, DeviceMesh
-from autopar.calibrate import collectives, host
+from autopar.calibrate import collectives, host, steps
 from autopar.calibrate.calibration import Alone, calibrate, merged
 from autopar.calibrate.collectives import KINDS, fit
 from autopar.calibrate.stages import Stages
@@ -89,13 +90,20 @@ def test_what_was_measured_takes_the_place_of_what_a_file_had_of_the_same_and_le
     assert both.device == base.device and dict(both.sources).keys() == {*dict(base.sources), "measured"}
 
 
+def briefly():
+    """Let this process time collectives for milliseconds, and a step of few ops: figures do not matter."""
+    collectives.timed = functools.partial(collectives.timed, lasts=4e-3)
+    steps.Reference = functools.partial(steps.Reference, blocks=1)
+
+
 def measured(rank):
+    briefly()
     return calibrate(
         DeviceMesh((2, 2)),
         "cpu",
         "here",
-        sizes=(4096, 65536),
-        repetitions=3,
+        sizes=(4096, 16384),
+        repetitions=1,
         workloads=[w for w in WORKLOADS if w.name == "relu"],
     )
 
@@ -164,6 +172,7 @@ def test_a_slow_collective_shows(processes, monkeypatch):
 
 
 def slow_gather(rank):
+    briefly()
     swift = STEPS["all_gather"]
 
     def slow(*args):
@@ -186,7 +195,7 @@ def test_collectives_of_two_axes_share_what_their_turn_takes_longer(monkeypatch)
 
 def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys):
     path = tmp_path / "mine.json"
-    assert main(["calibrate", "--ranks", "2", "--largest", "65536", "--pairs", "--without-ops", "-o", str(path)]) == 0
+    assert main(["calibrate", "--ranks", "2", "--largest", "4096", "--pairs", "--without-ops", "-o", str(path)]) == 0
     said = capsys.readouterr().out
     assert "all_to_all" in said and "fastest links innermost: mesh (2,)" in said
     cluster = Cluster.of(str(path))

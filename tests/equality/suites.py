@@ -74,10 +74,14 @@ def two_tables(threads):
         Equality.in_float64("two backwards", result, two_backwards(0, copy.deepcopy(tables), batch, None), 1e-9).check()
 
 
-def gpt2_suite(threads):
-    """One step of a layer of a Megatron GPT-2 with dropout: vocabulary, heads and batch are cut."""
+def gpt2_plan():
+    """A layer of a Megatron GPT-2 with dropout: vocabulary, heads and batch are cut."""
+    return gpt2.planned("megatron", MESH, 0.1, "float64", layers=1)
+
+
+def gpt2_suite(threads, plan):
+    """One step under `gpt2_plan()`; raises Unequal where it differs from one device."""
     model, batch = gpt2.gpt2(0.1, layers=1)
-    plan = gpt2.planned("megatron", MESH, 0.1, "float64", layers=1)
     for result in threads(4, gpt2.train_parallel, model, batch, plan, "sgd", "float64", 1):
         gpt2.check("gpt2", result, 0.1, "sgd", "float64", steps=1, layers=1)
 

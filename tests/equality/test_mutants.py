@@ -7,7 +7,7 @@ import pytest
 from autopar.certificate import VARIABLE
 from autopar.codegen import joint
 from autopar.testing import Unequal
-from tests.equality.suites import TABLES, gpt2_suite, own_suite, suite
+from tests.equality.suites import TABLES, gpt2_plan, gpt2_suite, own_suite, suite
 from tests.mutants import GPT2_MUTANTS, MUTANTS, OWN_MUTANTS
 
 # the plan that notices a broken compiler, where it is not the first
@@ -38,16 +38,22 @@ def test_a_broken_compiler_is_noticed(mutant, threads, monkeypatch):
         suite(threads, first=NOTICED_BY.get(mutant))
 
 
-def test_the_sound_compiler_passes_gpt2(threads):
-    gpt2_suite(threads)
+@pytest.fixture(scope="module")
+def sound_plan():
+    """Made once: mutants of GPT-2 break what is made of a plan."""
+    return gpt2_plan()
+
+
+def test_the_sound_compiler_passes_gpt2(threads, sound_plan):
+    gpt2_suite(threads, sound_plan)
 
 
 @pytest.mark.parametrize("mutant", GPT2_MUTANTS)
-def test_a_broken_compiler_is_noticed_by_gpt2(mutant, threads, monkeypatch):
+def test_a_broken_compiler_is_noticed_by_gpt2(mutant, threads, sound_plan, monkeypatch):
     monkeypatch.setenv(VARIABLE, "off")
     GPT2_MUTANTS[mutant](monkeypatch)
     with pytest.raises(Unequal):
-        gpt2_suite(threads)
+        gpt2_suite(threads, sound_plan)
 
 
 @pytest.mark.parametrize("mutant", OWN_MUTANTS)
