@@ -19,10 +19,10 @@ from tests.models import eager_links
 from tests.shares import by_day
 
 MODELS = {
-    "gpt2": lambda: gpt2(dropout=0.0),
-    "gpt2, dropout": lambda: gpt2(dropout=0.1),
-    "llama": llama,
-    "bert": lambda: bert(dropout=0.0),
+    "gpt2": lambda: gpt2(1, dropout=0.0),
+    "gpt2, dropout": lambda: gpt2(1, dropout=0.1),
+    "llama": lambda: llama(1),
+    "bert": lambda: bert(1, dropout=0.0),
     "qwen3": lambda: of("qwen3"),
     "gemma2": lambda: of("gemma2"),
     "t5 1.1": lambda: of("t5 1.1", dropout_rate=0.0),

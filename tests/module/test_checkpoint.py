@@ -31,7 +31,7 @@ from tests.training import whole
 
 def gpt2(dropout=0.1):
     torch.manual_seed(0)
-    return language.gpt2(width=32, vocabulary=61, length=16, dropout=dropout), language.drawn(4, 8, 61)
+    return language.gpt2(1, width=32, vocabulary=61, length=16, dropout=dropout), language.drawn(4, 8, 61)
 
 
 PARALLEL = {

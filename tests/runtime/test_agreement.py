@@ -21,6 +21,7 @@ from autopar.letters import Disagreement, Letter
 from autopar.testing import Equality, on_processes, on_threads
 from tests import language
 from tests.models import eager_links, mlp_case
+from tests.shares import diagonal
 from tests.training import whole
 
 CALLS = 3  # before, so that no values are compared any longer
@@ -316,8 +317,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
-@pytest.mark.parametrize("config", [Config, Mapped, Elsewhere, Below])
+@pytest.mark.parametrize("config, name", diagonal([Config, Mapped, Elsewhere, Below], list(READS)))
 def test_what_a_forward_reads_of_settings_is_seen_and_nothing_else(config, name):
     if name == "by another" and config is Config:
         return

@@ -83,13 +83,15 @@ def outcome(fault, folder):
 @pytest.mark.parametrize(
     "fault, match",
     [
-        ("ends", "rank 1 did not come"),
+        # by day test_what_was_caught_is_not_told_of_a_later_loss has a rank that ends
+        pytest.param("ends", "rank 1 did not come", marks=pytest.mark.nightly),
         pytest.param("is killed", "rank 1 did not come", marks=pytest.mark.nightly),
         ("hangs", "rank 1 did not come"),
         pytest.param("raises outside", "rank 1 did not come", marks=pytest.mark.nightly),
         ("raises inside", "rank 1 raised BadInput"),
         pytest.param("is called with a shape that cannot be", "rank 1 calls MLP with other", marks=pytest.mark.nightly),
-        ("is called with another shape", "rank 1 calls MLP with other"),
+        # by day test_agreement.py has other rows
+        pytest.param("is called with another shape", "rank 1 calls MLP with other", marks=pytest.mark.nightly),
     ],
 )
 def test_the_others_end_in_time_and_say_who_it_was(fault, match, tmp_path):

@@ -55,9 +55,9 @@ def check_values(model, graph, bound=1e-12):
         Equality.in_float64(route, found, expected, bound).check()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", one_in(2, WAYS, first=1), ids=lambda way: way.__name__)
 def test_a_loop_is_one_op_that_computes_the_chosen_rows(way):
-    """Its values are held to eager's in `test_loops_over_experts.py`."""
+    """Values are held to eager's in `test_loops_over_experts.py`, by day those of the other ways."""
     model, x, _ = case(way)
     push = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
     push[torch.arange(TOKENS), torch.arange(TOKENS) % EXPERTS] = 20  # no expert has one row alone

@@ -94,7 +94,8 @@ ON_FOUR = {  # examples that train on four processes as on one device, and what 
 
 
 @pytest.mark.machines
-@pytest.mark.parametrize("example", by_day(ON_FOUR, "long_sequences"))
+@pytest.mark.nightly  # by day tests/equality trains such models on four ranks
+@pytest.mark.parametrize("example", ON_FOUR)
 def test_four_processes_train_as_one_device(example, tmp_path):
     command = [sys.executable, str(HERE / "examples" / f"{example}.py")]
     said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)

@@ -33,14 +33,14 @@ LLAMA = {
 
 
 def planned(**how):
-    model = gpt2(how.pop("layers", 2))
+    model = gpt2(how.pop("layers", 1))
     return autopar.plan(model, drawn(8, 64, 512), memory_budget=how.pop("memory_budget", "inf"), **how)
 
 
 def test_a_mesh_is_a_text_or_a_count():
-    assert planned(mesh="2x4", layers=1).mesh == autopar.DeviceMesh((2, 4)) == autopar.DeviceMesh.of("2,4")
-    assert planned(mesh="4", layers=1).mesh.size == 4
-    named = planned(mesh={"dp": 2, "tp": 4}, layers=1).mesh
+    assert planned(mesh="2x4").mesh == autopar.DeviceMesh((2, 4)) == autopar.DeviceMesh.of("2,4")
+    assert planned(mesh="4").mesh.size == 4
+    named = planned(mesh={"dp": 2, "tp": 4}).mesh
     assert (named.shape, named.axes) == ((2, 4), ("dp", "tp"))
     with pytest.raises(BadSharding, match="is not a mesh shape"):
         planned(mesh={"dp": "two"})
@@ -52,7 +52,7 @@ def test_a_mesh_is_a_text_or_a_count():
 def test_presets_have_the_names_of_other_tools():
     alike = (("ddp", "dp"), ("fsdp", "zero3"), ("tp", "megatron"), ("no_shard", "dp"), ("shard_grad_op", "zero2"))
     for name, other in alike:
-        one, two = (planned(mesh=(4,), parallel=preset, layers=1) for preset in (name, other))
+        one, two = (planned(mesh=(4,), parallel=preset) for preset in (name, other))
         assert one.decisions == two.decisions and one.regathered == two.regathered
     with pytest.raises(BadPreset, match="did you mean 'zero3'"):
         planned(mesh=(4,), parallel="zero33")
@@ -99,7 +99,7 @@ def test_dtensor_gathers_the_same_rows_for_each_layer():
 
 @pytest.mark.parametrize("name", ["hsdp", "hsdp-zero2", "dtensor"])
 def test_sharding_by_name_computes_what_one_device_does(name, threads):
-    first, batch = gpt2(dropout=0.0).double(), drawn(8, 64, 512)
+    first, batch = gpt2(1, dropout=0.0).double(), drawn(8, 64, 512)
     loss, found = threads(4, hybrid, [copy.deepcopy(first) for _ in range(4)], batch, name)[0]
     plain = first(**batch).loss
     plain.backward()
