@@ -196,7 +196,7 @@ def test_torchs_kernel_of_cpus_makes_the_step_of_the_ops():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpus_parameter_is_stepped_by_the_cpus(dtype):
-    """In several pieces, with compute of the device before and behind; within what the kernels' order of sums leaves."""
+    """In several pieces, with compute of the device before and behind; within the rounding of other sums."""
     dice = torch.Generator().manual_seed(0)
     values, gradient = (torch.randn(300_000, generator=dice).to(dtype).cuda() for _ in range(2))
     found, expected = values.clone(), values.float().cpu()
