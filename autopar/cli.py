@@ -44,9 +44,9 @@ _HOME = {  # command -> the module that runs it, imported when it is asked for
     "export": "exporting",
     "report": "plans",
     "verify": "verifying",
-    "run": "machines",
+    "run": "launching",
     "check": "machines",
-    "calibrate": "machines",
+    "calibrate": "calibrating",
     "bench": "machines",
 }
 

@@ -25,26 +25,10 @@ from autopar.runtime import failure_log
 from autopar.runtime.agreement import tell_error, wait_at_most
 from autopar.runtime.job_store import RollCall, await_key, connection, settle
 from autopar.runtime.private import set_timeout
+from autopar.runtime.signs import tells_of_another
 from autopar.runtime.world import limit_world
 
 _GRACE_S = 3.0
-_SIGNS = (
-    "gloo",
-    "NCCL",
-    "Connection closed",
-    "Connection reset",
-    "Timed out",
-    "timed out",
-    "Broken pipe",
-    "Socket",
-    "wait timeout",
-    "caused pair closure",
-)
-
-
-def tells_of_another(error: str) -> bool:
-    """Whether the text of an error of torch's is about another rank that was lost."""
-    return any(sign in error for sign in _SIGNS)
 
 
 @functools.cache

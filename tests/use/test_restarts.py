@@ -13,8 +13,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autopar.cli import _parser
-from autopar.commands import machines
-from autopar.commands.machines import run
+from autopar.commands import launching
+from autopar.commands.launching import run
 from tests.docs.blocks import HERE
 
 TRAIN = str(HERE / "examples" / "ops" / "train.py")
@@ -101,7 +101,7 @@ def test_what_ended_a_job_is_one_block(tmp_path, monkeypatch, capsys):
         def torchrun(arguments):
             raise ChildFailedError("train.py", {int(name[1:]): of for name, of in failures.items()})
 
-        monkeypatch.setattr(machines, "torchrun", torchrun)
+        monkeypatch.setattr(launching, "torchrun", torchrun)
         assert run(asked) == 1
         return capsys.readouterr().err.splitlines()
 
