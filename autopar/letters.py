@@ -112,6 +112,10 @@ class BadOrder(BadPlan):
     """An order of a pipeline that loses an action, waits for ever, or holds more than was planned."""
 
 
+class BadProgram(AutoparError):
+    """A file of a program that cannot be written or read, was edited, or was made of something else."""
+
+
 class Infeasible(AutoparError):
     """No plan satisfies what was asked.
 

@@ -30,6 +30,7 @@ from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.offloaded import EVERYTHING_STAYS, Offloaded, wait_on_host
 from autopar.codegen.recomputed import NOTHING, Recomputed
+from autopar.codegen.records import Records, key_of
 from autopar.codegen.trace import trace
 from autopar.graph.graph import info, op_name
 from autopar.ops.entry import facts_of
@@ -92,16 +93,29 @@ PLAIN = States()
 
 
 def lower_jointly(
-    program: LocalProgram, differentiable: Sequence[int], states: States = PLAIN, device: str = "cpu"
+    program: LocalProgram,
+    differentiable: Sequence[int],
+    states: States = PLAIN,
+    device: str = "cpu",
+    records: Records | None = None,
 ) -> Joint:
     """Trace a program with its gradients, rewrite it, split it into halves and schedule their collectives.
 
-    Equal programs are lowered once in a process. The nodes that run once before the first turn get a graph of their
-    own, as do the two parts of backward.
+    Equal programs are lowered once in a process, or read from `records`, which notes what it is asked for. The nodes
+    that run once before the first turn get a graph of their own, as do the two parts of backward.
     """
-    key = (program.fingerprint, tuple(differentiable), states.key, device, regrouped(program))
+    decisions = (tuple(differentiable), states.key, device, regrouped(program))
+
+    def make() -> Joint:
+        return _lower(program, differentiable, states, device)
+
     with TRACING:
-        return LOWERED.get(key, lambda: _lower(program, differentiable, states, device))
+        if records is None:
+            return LOWERED.get((program.fingerprint, *decisions), make)
+        key = key_of(program, *decisions)
+        joint = LOWERED.get((program.fingerprint, *decisions), lambda: records.get(key, make))
+        records.used[key] = joint
+        return joint
 
 
 def _lower(program: LocalProgram, differentiable: Sequence[int], states: States, device: str) -> Joint:

@@ -8,7 +8,7 @@ It prints as Python: a reader sees every collective, its axis, and why it is the
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,8 +57,13 @@ class LocalProgram:
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """A key that is equal for programs that compute the same."""
-        nodes = ((n.op, n.name, n.target, repr(n.args), repr(n.kwargs), _recorded(n)) for n in self.fx.nodes)
+        nodes = ((n.op, n.name, n.target, *about) for n, about in self.recorded)
         return (*nodes, *self.types.items(), self.inputs, self.parameters, self.buffers)
+
+    @property
+    def recorded(self) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
+        """Each node with its arguments as text, and what else its backward depends on."""
+        return ((n, (repr(n.args), repr(n.kwargs), _recorded(n))) for n in self.fx.nodes)
 
 
 def _recorded(node: fx.Node) -> tuple[Any, ...]:

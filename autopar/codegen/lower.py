@@ -22,6 +22,7 @@ from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
 from autopar.codegen.offloaded import offloaded_of
 from autopar.codegen.recomputed import recomputed_of
+from autopar.codegen.records import Records
 from autopar.codegen.stage_programs import Crossing, Crossings, StagedProgram, StageProgram, in_stages
 from autopar.codegen.turn_programs import Beginning, Ending, in_parts, lowered_ending
 from autopar.collector import without_collections
@@ -116,18 +117,21 @@ def lower(
     gradients: bool = True,
     rows: OwnRows = NO_ROWS,
     place: int = 0,
+    records: Records | None = None,
 ) -> Lowered:
     """The program of the device at `coordinate` of the plan's mesh; its forward alone without `gradients`.
 
     `place` is its coordinate on the axis of a pipeline.
 
-    `rows` names the inputs of which every rank passes its own rows. Unless certificates are switched off, the program
-    is certified and its local forms are held to what they are priced by, or it is refused by a letter. What the
-    certificate leaves untyped is said, and stands in the plan's text.
+    `rows` names the inputs of which every rank passes its own rows; `records` may have the halves. Unless certificates
+    are switched off, the program is certified and its local forms are held to what they are priced by, or it is refused
+    by a letter. What the certificate leaves untyped is said, and stands in the plan's text.
     """
-    lowered = _lowered(graph, plan, coordinate, device, gradients, rows, place)
+    lowered = _lowered(graph, plan, coordinate, device, gradients, rows, place, records)
     if not certificate.is_wanted():
         return lowered
+    if records is not None and records.are_certified:
+        return replace(lowered, plan=replace(plan, untyped=records.left_open)) if records.left_open else lowered
     found = lowered.certified()
     for joint in (*lowered.joints, lowered.ending.joint) if lowered.ending else lowered.joints:
         check_exchanges(graph, plan, joint.sent)
@@ -146,6 +150,7 @@ def _lowered(
     gradients: bool,
     rows: OwnRows,
     place: int,
+    records: Records | None = None,
 ) -> Lowered:
     """The program of one device, not yet certified."""
     if plan.kernels and device != "cpu" and not kernels.can_run():
@@ -169,19 +174,19 @@ def _lowered(
     offloaded = offloaded_of(graph, plan, program)
     states = States(frozenset(regathered), plan.scattered, reads, recomputed, offloaded)
     if graph.turns == 1 and plan.pipeline is None:
-        return Lowered(graph, plan, program, lower_jointly(program, differentiable, states, device), rows)
+        return Lowered(graph, plan, program, lower_jointly(program, differentiable, states, device, records), rows)
     parts = in_parts(program, graph, plan.regathered)
     in_turn = Turn(parts.once)
     crossings = Crossings(plan, plan.mesh, coordinate)
-    ending = lowered_ending(parts, crossings.local_type, device, gradients)
+    ending = lowered_ending(parts, crossings.local_type, device, gradients, records)
     if plan.pipeline is None:
-        joint = lower_jointly(parts.turn, (parts.seed,), replace(states, turn=in_turn), device)
+        joint = lower_jointly(parts.turn, (parts.seed,), replace(states, turn=in_turn), device, records)
         return Lowered(graph, plan, parts.turn, joint, rows, ending, parts.beginning)
     staged = in_stages(parts, plan.pipeline, crossings, place)
     stages = []
     for of in staged.programs:
         of_stage = replace(in_turn, in_parts=plan.pipeline.is_parted(of.stage))
-        joint = lower_jointly(of.program, of.ends if gradients else (), replace(states, turn=of_stage), device)
+        joint = lower_jointly(of.program, of.ends if gradients else (), replace(states, turn=of_stage), device, records)
         stages.append(LoweredStage(of, joint, ending if of.is_last else None))
     return Lowered(graph, plan, parts.turn, stages[0].joint, rows, ending, None, tuple(stages), staged)
 

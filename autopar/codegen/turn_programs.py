@@ -19,6 +19,7 @@ import torch.fx as fx
 from autopar.codegen.halves import Joint
 from autopar.codegen.joint import lower_jointly
 from autopar.codegen.local import LocalProgram
+from autopar.codegen.records import Records
 from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name
 from autopar.ops.entry import OPS, facts_of
@@ -205,7 +206,11 @@ def _name_of(placeholder: fx.Node) -> str:
 
 
 def lowered_ending(
-    parts: InParts, local_type: Callable[[fx.Node], TensorType], device: str, gradients: bool = True
+    parts: InParts,
+    local_type: Callable[[fx.Node], TensorType],
+    device: str,
+    gradients: bool = True,
+    records: Records | None = None,
 ) -> Ending:
     """The ending with its forward and backward, lowered for values as this device has them."""
     types = {
@@ -214,7 +219,7 @@ def lowered_ending(
     }
     program = replace(parts.ending, types=types)
     wants = [gradients and info(n).outputs[0].requires_grad for n in program.fx.output_node().args[0]]
-    joint = lower_jointly(program, [i for i, want in enumerate(wants) if want], device=device)
+    joint = lower_jointly(program, [i for i, want in enumerate(wants) if want], device=device, records=records)
     sums = tuple(map(_is_added_up, parts.crossing))
     return Ending(program, joint, sums, parts.results)
 

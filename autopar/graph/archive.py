@@ -73,7 +73,8 @@ def _keys(cls: type[Graph]) -> list[str]:
 
 def _codec(nodes: Mapping[str, fx.Node]) -> Codec:
     """The codec of a graph's fields; `nodes` are those that values name when they are read."""
-    return Codec({pytree.TreeSpec: _read_spec, "unread": _UNREAD, Any: lambda data: _read(data, nodes)}, _WRITES)
+    any_value = functools.partial(value_of_json, nodes=nodes)
+    return Codec({pytree.TreeSpec: _read_spec, "unread": _UNREAD, Any: any_value}, _WRITES)
 
 
 def _spec(spec: pytree.TreeSpec) -> str:
@@ -119,9 +120,9 @@ _LATER = {"model": "", "sets": (), "backward_from": (), "turns": 1, "in_turns": 
 _WRITES: dict[Any, Write] = {
     "input_spec": _spec,
     "output_spec": _spec,
-    "input_leaves": lambda leaves: [_value(v) for v in leaves],
-    "output_leaves": lambda leaves: [_value(v) for v in leaves],
-    "sets": lambda sets: [(name, _value(v)) for name, v in sets],
+    "input_leaves": lambda leaves: [value_as_json(v) for v in leaves],
+    "output_leaves": lambda leaves: [value_as_json(v) for v in leaves],
+    "sets": lambda sets: [(name, value_as_json(v)) for name, v in sets],
     "unread": lambda unread: [(name, t.shape, t.dtype, t.requires_grad) for name, t in unread],
 }
 _INFO = Codec({"random": functools.partial(codec.whole, least=-1)}, {})
@@ -139,26 +140,26 @@ def _node(node: fx.Node) -> dict[str, Any]:
         "name": node.name,
         "kind": node.op,
         "target": target,
-        "args": _value(
+        "args": value_as_json(
             node.args
             if node.op == "output"
             else (node.args[0],)
             if isinstance(target, dict) and "part" in target
             else ()
         ),
-        "kwargs": _value(dict(node.kwargs)),
+        "kwargs": value_as_json(dict(node.kwargs)),
         "info": _INFO.plain(info(node)),
     }
 
 
-def _value(value: Any) -> Any:
+def value_as_json(value: Any) -> Any:
     """A value as JSON; one of a kind that JSON lacks is an object with one key, the name of its kind."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int) and not hasattr(value, "name"):
         return value
     if isinstance(value, list):
-        return [_value(v) for v in value]
+        return [value_as_json(v) for v in value]
     for kind, is_one, content in _WRITTEN:
         if is_one(value):
             return content(value) if kind is None else {kind: content(value)}
@@ -186,55 +187,60 @@ _WRITTEN: tuple[tuple[str | None, Callable[[Any], bool], Callable[[Any], Any]], 
     ("leaf", _a(Leaf), lambda v: v.position),
     ("attribute not kept", lambda v: isinstance(v, NotKept) and v.is_attribute, lambda v: v.name),
     ("not kept", _a(NotKept), lambda v: v.name),
-    ("tuple", _a(tuple), lambda v: [_value(x) for x in v]),
-    ("dict", _a(dict), lambda v: [[_value(k), _value(x)] for k, x in v.items()]),
-    ("slice", _a(slice), lambda v: [_value(x) for x in (v.start, v.stop, v.step)]),
+    ("tuple", _a(tuple), lambda v: [value_as_json(x) for x in v]),
+    ("dict", _a(dict), lambda v: [[value_as_json(k), value_as_json(x)] for k, x in v.items()]),
+    ("slice", _a(slice), lambda v: [value_as_json(x) for x in (v.start, v.stop, v.step)]),
     ("ellipsis", lambda v: v is ..., lambda v: True),
     ("torch", _a(torch.dtype, torch.memory_format, torch.layout), lambda v: str(v).removeprefix("torch.")),
+    ("device", _a(torch.device), str),
     ("complex", _a(complex), lambda v: [v.real, v.imag]),
     ("array", _a(np.ndarray, np.generic), lambda v: [v.tolist(), str(v.dtype)]),
 )
 
 
-def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+def value_of_json(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+    """The value that `value_as_json` wrote; `nodes` are those that it names."""
     if isinstance(value, list):
-        return [_read(v, nodes) for v in value]
+        return [value_of_json(v, nodes) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "node":
         return nodes[content]
-    if kind == "leaf":
-        return Leaf(int(content))
-    if kind == "not kept":
-        return NotKept(str(content))
-    if kind == "attribute not kept":
-        return NotKept(str(content), is_attribute=True)
-    if kind == "tuple":
-        return tuple(_read(v, nodes) for v in content)
     if kind == "dict":
-        return {_read(k, nodes): _read(v, nodes) for k, v in content}
-    if kind == "slice":
-        return slice(*(_read(v, nodes) for v in content))
-    if kind == "ellipsis":
-        return ...
-    if kind == "float":
-        return float(content)
-    if kind == "complex":
-        return complex(*content)
-    if kind == "array":
-        return np.array(content[0], dtype=content[1])[()]
-    if kind == "torch":
-        found = getattr(torch, content)
-        if isinstance(found, (torch.dtype, torch.memory_format, torch.layout)):
-            return found
+        return {value_of_json(k, nodes): value_of_json(v, nodes) for k, v in content}
+    if kind in _OF_SEVERAL:
+        return _OF_SEVERAL[kind](value_of_json(content, nodes))
+    if kind in _READ:
+        return _READ[kind](content)
     raise BadGraph("this text does not read as a graph", seen=f"{kind}: {content!r}"[:80])
+
+
+def _named_in_torch(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, (torch.dtype, torch.memory_format, torch.layout)):
+        raise BadGraph("this text does not read as a graph", seen=f"torch: {name!r}"[:80])
+    return found
+
+
+_OF_SEVERAL: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "slice": lambda given: slice(*given)}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "leaf": lambda content: Leaf(int(content)),
+    "not kept": lambda content: NotKept(str(content)),
+    "attribute not kept": lambda content: NotKept(str(content), is_attribute=True),
+    "ellipsis": lambda content: ...,
+    "float": float,
+    "device": lambda content: torch.device(str(content)),
+    "complex": lambda content: complex(*content),
+    "array": lambda content: np.array(content[0], dtype=content[1])[()],
+    "torch": _named_in_torch,
+}
 
 
 def _read_node(made: fx.Graph, nodes: dict[str, fx.Node], entry: dict[str, Any]) -> None:
     target = entry["target"]
-    args = _read(entry["args"], nodes)
-    kwargs = _read(entry["kwargs"], nodes)
+    args = value_of_json(entry["args"], nodes)
+    kwargs = value_of_json(entry["kwargs"], nodes)
     if entry["kind"] == "output":
         node = made.output(args[0])
     elif entry["kind"] in ("placeholder", "get_attr"):
