@@ -33,14 +33,15 @@ from autopar.module.attributes import reads_of
 from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.reads import Reads
 from autopar.module.stages_of_job import Ground
+from autopar.module.start_time import StartTime
+from autopar.module.together import captured, lowered
 from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
-from autopar.progress import shown, tell
+from autopar.progress import shown
 from autopar.report import html_of, write_report
 from autopar.request import Request
 from autopar.runtime.faults import limit, tell_launcher
 from autopar.runtime.world import (
-    all_ranks_hold,
     as_long_as_a_start,
     digest_of,
     from_rank_0,
@@ -211,51 +212,65 @@ def autoparallelize(
         **planning: Arguments of `autopar.plan`.
     """
     started = time.monotonic()
+    laps = StartTime()
     own = {"inputs": inputs, "outputs": outputs, "compile": compile, "sync": sync, "pad_to": pad_to, "init": init}
 
     def read() -> tuple[_Read, dict[str, str]]:
         check_timeout("timeout_s", timeout_s)
         check_timeout("start_timeout_s", start_timeout_s)
-        done = _read(model, meta_inputs, plan, own, planning, start_timeout_s)
-        words = {f"{name}=": _in_words(value) for name, value in (own | planning | {"plan": plan}).items()}
-        return done, words | {"models or meta_inputs": done.graph.digest}
+        done = _read(model, plan, own, planning, start_timeout_s)
+        return done, {f"{name}=": _in_words(value) for name, value in (own | planning | {"plan": plan}).items()}
 
     def traced(other: Request) -> Graph:
         return other.trace(model, meta_inputs)
 
     asked = once_all_have(read)
+    laps.lap("joined")
     request = asked.request
-    graph = asked.graph
     device = asked.device
+    with reads_of(model) as reads:
+        graph = captured(model, meta_inputs, reads, lambda: request.trace(model, meta_inputs), laps)
+    traced_graph = graph
+    _refuse_unknown_outputs(outputs, graph)
+    laps.lap("traced")
     plans = PlanCache.of(cache)
 
     def planned() -> Plan:
         return plans.plan(graph, request, lambda: _planned(request, graph, started, traced))
 
     chosen = plan if plan is not None else from_rank_0(planned)
+    laps.of_all("planned")
     ground = Ground.of(chosen, device)
     limit(ground.mesh, timeout_s)
+    laps.lap("joined")
     graph = request.as_planned(graph, chosen)
     if plan is not None:
-        check_plan(graph, plan)
+        from_rank_0(lambda: check_plan(graph, plan))
+        laps.of_all("planned")
     rows = rows_of(graph, chosen) if inputs == "local" else NO_ROWS
     if rows.inputs and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
         raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
     how = asked.how
     if outputs == "local":
-        grows = outputs_of_rows(lambda batch: request.trace(model, batch), asked.graph, meta_inputs, rows.inputs)
+        grows = from_rank_0(
+            lambda: outputs_of_rows(lambda batch: request.trace(model, batch), traced_graph, meta_inputs, rows.inputs)
+        )
         how = replace(how, gives_rows=grows)
-    began = time.monotonic()
-    lowered = lower(graph, chosen, ground.coordinate, device, rows=rows, place=ground.place)
-    tell("lowered in %.1f s", time.monotonic() - began)
+        laps.of_all("traced")
+    here = graph, chosen, ground.coordinate, device
+    program = lowered(lambda records: lower(*here, rows=rows, place=ground.place, records=records), laps)
+    laps.of_all("lowered")
     _let_search_go(chosen)
 
     call = Call(*as_call(meta_inputs))
     source = Source(sync, init, weights)
     replan = _Replan(request, plans)
     with as_long_as_a_start():  # Other ranks may still lower when this one asks for the first values.
-        ground = ground.with_stages(lowered, device, timeout_s)
-        return parallelise(model, call, lowered, ground, replan, source, how, asked.reads)
+        ground = ground.with_stages(program, device, timeout_s)
+        made = parallelise(model, call, program, ground, replan, source, how, reads)
+        laps.lap("values")
+        laps.tell(torch.device(device))
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +281,10 @@ class _Replan:
     plans: PlanCache
 
     def __call__(
-        self, model: torch.nn.Module, call: Call, first: Plan, *, keeps_dropout: bool, has_gradients: bool
+        self, model: torch.nn.Module, call: Call, first: Plan, reads: Reads, *, keeps_dropout: bool, has_gradients: bool
     ) -> tuple[Graph, Plan]:
-        graph = self.request.trace(model, call)
+        graph = captured(model, call, reads, lambda: self.request.trace(model, call))
         graph = graph if keeps_dropout else graph.without_dropout()
-        all_ranks_hold("calls", graph.digest)
 
         def planned() -> Plan:
             again = (
@@ -287,24 +301,21 @@ class _Replan:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A caller's arguments as this rank has read them, and the graph of its model."""
+    """A caller's arguments as this rank has read them."""
 
     device: str
     request: Request
-    graph: Graph
     how: How
-    reads: Reads
 
 
 def _read(
     model: torch.nn.Module,
-    meta_inputs: Any,
     plan: Plan | None,
     own: Mapping[str, Any],
     planning: Mapping[str, Any],
     start_timeout_s: float,
 ) -> _Read:
-    """Read the arguments of autoparallelize, its `own` and those of `plan`, and trace the model."""
+    """Read the arguments of autoparallelize, its `own` and those of `plan`."""
     check_pad_to(own["pad_to"])
     refuse_unserved(
         inputs=(own["inputs"], ("global", "local")),
@@ -332,13 +343,10 @@ def _read(
             whole.check_world(world_size())  # before a search that would take a while
     else:
         request = Request.of(plan, **planning, outputs=outputs)
-    with reads_of(model) as reads:
-        graph = request.trace(model, meta_inputs)
-    _refuse_unknown_outputs(outputs, graph)
     leave, whole = (outputs, ()) if isinstance(outputs, str) else ("auto", tuple(outputs))
     leave = "full" if gives_rows else leave
     how = How(backend, leave, whole, own["inputs"] == "local", pad_to=own["pad_to"], loss=request.loss)
-    return _Read(device, request, graph, how, reads)
+    return _Read(device, request, how)
 
 
 def _backends() -> list[str]:

@@ -23,7 +23,7 @@ model(x).sum().backward()
 with torch.no_grad():
     model.eval()(x)
 """
-LINES = ("traced ", "planned on mesh", "lowered in", "its first forward", "first call without gradients, in this mode")
+LINES = ("traced ", "planned on mesh", "started in", "its first forward", "first call without gradients, in this mode")
 
 
 ON_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -25,6 +25,7 @@ from autopar.module.padding import (
     shapes_of,
 )
 from autopar.module.reach import check_reach
+from autopar.module.reads import Reads
 from autopar.module.runner import Runner
 from autopar.module.state import ModelState, SituatedProgram
 from autopar.module.waiting import Waiting
@@ -59,19 +60,19 @@ def padded(
     if sight is None or bucket.is_ambiguous or not caller.attributes.same_but(sight):
         agree((name, bucket.key), f"calls {name} with lengths that it has not padded before")
         with unwatched(), caller.attributes.reads() as read:
-            kind = _tried(state, model, named, structure, bucket)
+            kind = _tried(state, model, named, structure, bucket, read)
         padding.known[bucket.key] = replace(kind, sight=caller.attributes.sight(read))
     bucket.kind = padding.known[bucket.key]
     return filled(named, bucket.shapes, bucket.kind.fills), bucket
 
 
-def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, bucket: Bucket) -> Kind:
+def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, bucket: Bucket, read: Reads) -> Kind:
     """Run a call unpadded and padded, forward and backward, without dropout; raise if results differ."""
     names = list(named)
     waiting = Waiting(model, state.setup.storage)
     with torch.inference_mode(False), torch.enable_grad():
-        short = _trial(state, model, filled(named, bucket.here, {}), structure, waiting)
-        long = _trial(state, model, filled(named, bucket.longer, {}), structure, waiting)
+        short = _trial(state, model, filled(named, bucket.here, {}), structure, waiting, read)
+        long = _trial(state, model, filled(named, bucket.longer, {}), structure, waiting, read)
         exact, longer = short.lowered.graph, long.lowered.graph
         if exact.updates:
             raise NotServed(
@@ -90,13 +91,14 @@ def _tried(state: ModelState, model: nn.Module, named: Leaves, structure: Any, b
     return kind
 
 
-def _trial(state: ModelState, model: nn.Module, leaves: list[Any], structure: Any, waiting: Waiting) -> SituatedProgram:
+def _trial(
+    state: ModelState, model: nn.Module, leaves: list[Any], structure: Any, waiting: Waiting, read: Reads
+) -> SituatedProgram:
     """A program for a call without dropout, which the model does not keep."""
     leaves, cut = state.of_all(leaves, structure)
     with state.as_before(model):
-        graph, plan = state.replan(
-            model, state.caller.call(leaves, structure), state.first.plan, keeps_dropout=False, has_gradients=False
-        )
+        call = state.caller.call(leaves, structure)
+        graph, plan = state.replan(model, call, state.first.plan, read, keeps_dropout=False, has_gradients=False)
     lowered = state.lowered(graph, plan, True, state.rows(graph, structure, cut))
     all_ranks_hold("programs", (plan.digest, plan.mesh, lowered.joint.collectives))
     setup = replace(state.setup, how=replace(state.setup.how, backend=None))

@@ -118,5 +118,5 @@ def _captured(state: ModelState, model: nn.Module, call: Call, grad: bool) -> tu
     attributes = state.caller.attributes
     with attributes.reads() as read, state.as_before(model), torch.inference_mode(False), torch.enable_grad():
         # the graph is also that of a later call with gradients
-        graph, plan = state.replan(model, call, state.first.plan, keeps_dropout=True, has_gradients=grad)
+        graph, plan = state.replan(model, call, state.first.plan, read, keeps_dropout=True, has_gradients=grad)
     return graph, plan, attributes.sight(read, graph.idle)

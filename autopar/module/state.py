@@ -19,10 +19,12 @@ from autopar.graph.held import Registered
 from autopar.module.attributes import Attributes, Sight
 from autopar.module.limits import LIMITS
 from autopar.module.padding import Padding
+from autopar.module.reads import Reads
 from autopar.module.relowering import lower_again
 from autopar.module.runner import Runner, Setup
 from autopar.module.situation import Caller, Situation
 from autopar.module.stage_runner import runner_of
+from autopar.module.together import lowered
 from autopar.module.waiting import Waiting
 from autopar.module.wrapper_guards import watch_parts
 from autopar.runtime.agreement import agree, goes_on
@@ -45,7 +47,7 @@ class Replan(Protocol):
     """Traces the model on a call, and plans that like its first plan: on rank 0 for all ranks."""
 
     def __call__(
-        self, model: nn.Module, call: Call, first: Plan, *, keeps_dropout: bool, has_gradients: bool
+        self, model: nn.Module, call: Call, first: Plan, reads: Reads, *, keeps_dropout: bool, has_gradients: bool
     ) -> tuple[Graph, Plan]: ...
 
 
@@ -161,7 +163,8 @@ class ModelState:
     def lowered(self, graph: Graph, plan: Plan, grad: bool, rows: OwnRows) -> Lowered:
         """The program of this rank for a graph and a plan."""
         place = 0 if self.setup.stages is None else self.setup.stages.line.index
-        return lower(graph, plan, self.setup.mesh.get_coordinate(), self.setup.device.type, grad, rows, place)
+        here = self.setup.mesh.get_coordinate(), self.setup.device.type
+        return lowered(lambda records: lower(graph, plan, *here, grad, rows, place, records))
 
     def keep(self, situation: Situation, grad: bool, lowered: Lowered, sight: Sight) -> SituatedProgram:
         """Bind a lowered program to this rank and keep it, after checking that all ranks have the same."""

@@ -121,7 +121,7 @@ def coordinate(mesh: DeviceMesh) -> Sequence[int]:
 
 def from_rank_0(make: Callable[[], T]) -> T:
     """Make a value on rank 0 and send it to every rank; an error, too."""
-    if not _ranks_can_talk():
+    if not ranks_can_talk():
         return make()
     box: list[Any] = [None]
     with as_long_as_a_start():
@@ -151,10 +151,10 @@ def all_ranks_hold(what: str, value: Any, advice: str = "the same model, inputs 
 
     Ranks that meet here may do different things, each of which compares something: then the letter says what each does.
     """
-    if not _ranks_can_talk():
+    if not ranks_can_talk():
         return
     numbers = [*numbers_of(what), *numbers_of(value)]
-    everyone = exchanged(numbers, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    everyone = exchanged(numbers, _device_of_messages())
     others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
     if not others:
         return
@@ -168,6 +168,15 @@ def all_ranks_hold(what: str, value: Any, advice: str = "the same model, inputs 
         seen=words,
         advice=advice,
     )
+
+
+def reasons_of_all(reason: str) -> str:
+    """The reasons of all ranks that have one, as text; "" where none has."""
+    if not any(has for (has,) in exchanged([int(bool(reason))], _device_of_messages())):
+        return ""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, reason)
+    return by_text((rank, text) for rank, text in enumerate(said) if text)
 
 
 def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
@@ -184,7 +193,7 @@ def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
         error = e
         if not dist.is_initialized() and _is_in_a_job():  # others wait already
             start_world()
-    if dist.is_initialized() and _ranks_can_talk():
+    if dist.is_initialized() and ranks_can_talk():
         said = None if made is None else dict(made[1])
         raised = "" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -216,7 +225,7 @@ def _refuse_differences(everyone: Sequence[tuple[str, dict[str, str] | None]]) -
 
 def exchanged(numbers: list[int], device: torch.device) -> list[list[int]]:
     """The numbers of every rank, by rank."""
-    if not _ranks_can_talk():
+    if not ranks_can_talk():
         return [numbers]
     everyone = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.int64, device=device)
     wait_for(gather_into(everyone, torch.tensor(numbers, device=device), async_op=True))
@@ -240,11 +249,16 @@ def digest_of(value: Any) -> str:
     return mine.hexdigest()
 
 
+def _device_of_messages() -> torch.device:
+    """The device on which ranks exchange numbers."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
 def _is_in_a_job() -> bool:
     """Whether torchrun has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _ranks_can_talk() -> bool:
+def ranks_can_talk() -> bool:
     """Whether there are several real ranks: in a fake group one process plays all of them."""
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"

@@ -1,4 +1,4 @@
-"""Halves as data: what was written and read again is the same code, is certified, and is never lowered a second time."""
+"""Halves as data: written and read again they are the same code, are certified, and are not lowered a second time."""
 
 from __future__ import annotations
 
