@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -19,24 +20,28 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from autopar.arguments import backend_name, check_pad_to, check_timeout, refuse_unserved
 from autopar.codegen import lower
 from autopar.codegen.checked import check_plan
-from autopar.codegen.local_inputs import NO_ROWS, rows_of
+from autopar.codegen.local_inputs import NO_ROWS, OwnRows, rows_of
+from autopar.compiling import write_program
 from autopar.graph.calls import Call, as_call
 from autopar.graph.graph import Graph, type_of
-from autopar.letters import BadPlan, Consumed, Infeasible, NotServed
-from autopar.module import How, ParallelModule, Source, parallelise
+from autopar.letters import BadPlan, Infeasible, NotServed
+from autopar.module import How, Source, parallelise
 from autopar.module.attributes import reads_of
+from autopar.module.likeness import said_of
 from autopar.module.local_outputs import outputs_of_rows
+from autopar.module.parallelise import refuse_parallel
 from autopar.module.reads import Reads
 from autopar.module.stages_of_job import Ground
 from autopar.module.start_time import StartTime
-from autopar.module.together import captured, lowered
+from autopar.module.together import captured_again, captured_at_start, lowered
 from autopar.needs import with_remedies
 from autopar.plan_cache import PlanCache
+from autopar.program_cache import Programs
+from autopar.program_file import Origin, made_of
 from autopar.progress import shown
 from autopar.report import html_of, write_report
 from autopar.request import Request
@@ -125,7 +130,7 @@ def plan(
         compile: Whether seconds are those of code that torch.compile makes.
     """
     started = time.monotonic()
-    _refuse_parallel(model)
+    refuse_parallel(model)
     request = Request(
         mesh=mesh,
         cluster=cluster,
@@ -150,9 +155,12 @@ def plan(
         outputs=outputs,
         compile=_is_fused(backend_name(compile, _backends)),
     )
-    graph = request.trace(model, meta_inputs)
+    with reads_of(model) as reads:
+        graph = request.trace(model, meta_inputs)
     _refuse_unknown_outputs(outputs, graph)
-    return _planned(request, graph, started, lambda other: other.trace(model, meta_inputs))
+    decided = made_of(model, meta_inputs, request)
+    origin = Origin(request, graph, reads, said_of(model, reads), decided)
+    return replace(_planned(request, graph, started, lambda other: other.trace(model, meta_inputs)), origin=origin)
 
 
 def _planned(request: Request, graph: Graph, started: float, traced: Callable[[Request], Graph]) -> Plan:
@@ -172,6 +180,7 @@ def autoparallelize(
     meta_inputs: Any,
     *,
     plan: Plan | None = None,
+    program: str | os.PathLike[str] | None = None,
     inputs: str = "global",
     outputs: str | Sequence[str] = "auto",
     compile: bool | str = False,
@@ -193,6 +202,8 @@ def autoparallelize(
         model: The model as it runs on one device.
         meta_inputs: Example tensors of the batch of all ranks, as a dict or a tuple.
         plan: The plan to follow. None: rank 0 makes one from `planning`, and the others receive it.
+        program: The file of a program that `plan.compile` has written: rank 0 reads it, and nothing is traced, planned
+            or lowered. One that was made of something else, or was edited, is an error.
         inputs: "global": all ranks pass the same batch. "local": each passes its own rows of it (`model.input_specs`,
             `model.sampler`); `meta_inputs` have the rows of all ranks either way.
         outputs: How outputs beside a loss leave. "auto": as DTensors where the plan cuts them; "full": whole;
@@ -205,8 +216,8 @@ def autoparallelize(
         init: Where a model on meta gets its values: "module", from its own recipes; "counter", from the same ones drawn
             by position.
         weights: A file or directory of safetensors that holds the values instead.
-        cache: A folder of plans: rank 0 takes the one that it kept there for the same model, batch and arguments, or
-            plans and keeps it. None: the folder that AUTOPAR_CACHE names, or none.
+        cache: A folder of plans and programs: rank 0 takes those that it kept there for the same model, batch and
+            arguments, or makes and keeps them. None: the folder that AUTOPAR_CACHE names, or none.
         timeout_s: Seconds after which a collective that waits for another rank gives up.
         start_timeout_s: Seconds that ranks wait for each other to start and to lower, and for rank 0 to plan.
         **planning: Arguments of `autopar.plan`.
@@ -218,59 +229,102 @@ def autoparallelize(
     def read() -> tuple[_Read, dict[str, str]]:
         check_timeout("timeout_s", timeout_s)
         check_timeout("start_timeout_s", start_timeout_s)
-        done = _read(model, plan, own, planning, start_timeout_s)
-        return done, {f"{name}=": _in_words(value) for name, value in (own | planning | {"plan": plan}).items()}
-
-    def traced(other: Request) -> Graph:
-        return other.trace(model, meta_inputs)
+        given = {"plan": plan, "program": program}
+        done = _read(model, given, own, planning, start_timeout_s)
+        return done, {f"{name}=": _in_words(value) for name, value in (own | planning | given).items()}
 
     asked = once_all_have(read)
-    laps.lap("joined")
-    request = asked.request
+    laps.lap("join")
     device = asked.device
-    with reads_of(model) as reads:
-        graph = captured(model, meta_inputs, reads, lambda: request.trace(model, meta_inputs), laps)
-    traced_graph = graph
-    _refuse_unknown_outputs(outputs, graph)
-    laps.lap("traced")
     plans = PlanCache.of(cache)
-
-    def planned() -> Plan:
-        return plans.plan(graph, request, lambda: _planned(request, graph, started, traced))
-
-    chosen = plan if plan is not None else from_rank_0(planned)
-    laps.of_all("planned")
+    start = _Start(model, meta_inputs, asked, plans, Programs.of(program, plans, device), laps)
+    reads, traced = start.captured()
+    _refuse_unknown_outputs(outputs, traced)
+    chosen = start.planned(traced, plan, started)
+    request = asked.request if program is None else Request.of(chosen, **planning, outputs=outputs)
     ground = Ground.of(chosen, device)
     limit(ground.mesh, timeout_s)
-    laps.lap("joined")
-    graph = request.as_planned(graph, chosen)
+    laps.lap("join")
+    graph = request.as_planned(traced, chosen)
     if plan is not None:
         from_rank_0(lambda: check_plan(graph, plan))
-        laps.of_all("planned")
-    rows = rows_of(graph, chosen) if inputs == "local" else NO_ROWS
-    if rows.inputs and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
-        raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
-    how = asked.how
-    if outputs == "local":
-        grows = from_rank_0(
-            lambda: outputs_of_rows(lambda batch: request.trace(model, batch), traced_graph, meta_inputs, rows.inputs)
-        )
-        how = replace(how, gives_rows=grows)
-        laps.of_all("traced")
-    here = graph, chosen, ground.coordinate, device
-    program = lowered(lambda records: lower(*here, rows=rows, place=ground.place, records=records), laps)
-    laps.of_all("lowered")
+        laps.of_all("plan")
+    rows = _own_rows(graph, chosen) if inputs == "local" else NO_ROWS
+    grows = start.rows_out(traced, rows) if outputs == "local" else None
+    lowering = functools.partial(lower, graph, chosen, ground.coordinate, device, True, rows, ground.place)
+    program_here = lowered(lowering, start.programs, laps)
+    laps.of_all("lower")
     _let_search_go(chosen)
 
     call = Call(*as_call(meta_inputs))
     source = Source(sync, init, weights)
-    replan = _Replan(request, plans)
+    replan = _Replan(request, plans, start.programs)
+    how = asked.how if grows is None else replace(asked.how, gives_rows=grows)
     with as_long_as_a_start():  # Other ranks may still lower when this one asks for the first values.
-        ground = ground.with_stages(program, device, timeout_s)
-        made = parallelise(model, call, program, ground, replan, source, how, reads)
-        laps.lap("values")
-        laps.tell(torch.device(device))
-        return made
+        ground = ground.with_stages(program_here, device, timeout_s)
+        made = parallelise(model, call, program_here, ground, replan, source, how, reads)
+    laps.lap("values")
+    laps.tell(torch.device(device))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A start of a model on this rank: what is captured, planned and lowered, here or elsewhere."""
+
+    model: torch.nn.Module
+    meta_inputs: Any
+    asked: _Read
+    plans: PlanCache
+    programs: Programs
+    time: StartTime
+
+    def captured(self) -> tuple[Reads, Graph]:
+        """The attributes that a capture has read, and its graph, made here or elsewhere."""
+        with reads_of(self.model) as reads:
+            graph = captured_at_start(self.model, self.meta_inputs, reads, lambda: self._graph(reads), self.time)
+        self.time.lap("trace")
+        return reads, graph
+
+    def _graph(self, reads: Reads) -> Graph:
+        what = self.model, self.meta_inputs, self.asked.request
+        if self.asked.has_program:
+            return self.programs.take(*what, "local" if self.asked.how.passes_rows else "global", reads)
+        return self.programs.graph(*what, reads)
+
+    def planned(self, graph: Graph, plan: Plan | None, started: float) -> Plan:
+        """The plan to follow: the one given, that of the program that was taken, or the one that rank 0 makes."""
+        request = self.asked.request
+
+        def traced(other: Request) -> Graph:
+            return other.trace(self.model, self.meta_inputs)
+
+        def made() -> Plan:
+            if self.programs.taken is not None:
+                return self.programs.taken.its_plan()
+            return self.plans.plan(graph, request, lambda: _planned(request, graph, started, traced))
+
+        chosen = plan if plan is not None else from_rank_0(made)
+        self.time.of_all("plan")
+        return chosen
+
+    def rows_out(self, graph: Graph, rows: OwnRows) -> Mapping[str, bool]:
+        """Whether each output has rows of the batch, by its name."""
+
+        def trace(batch: Any) -> Graph:
+            return self.programs.graph(self.model, batch, self.asked.request, set())
+
+        found = from_rank_0(lambda: outputs_of_rows(trace, graph, self.meta_inputs, rows.inputs))
+        self.time.of_all("trace")
+        return found
+
+
+def _own_rows(graph: Graph, plan: Plan) -> OwnRows:
+    """The inputs of which every rank passes its own rows."""
+    rows = rows_of(graph, plan)
+    if rows.inputs and (wants := [name for name, node in graph.inputs.items() if type_of(node).requires_grad]):
+        raise NotServed(f'inputs="local", and the input {wants[0]} wants a gradient', advice='inputs="global"')
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +333,12 @@ class _Replan:
 
     request: Request
     plans: PlanCache
+    programs: Programs
 
     def __call__(
         self, model: torch.nn.Module, call: Call, first: Plan, reads: Reads, *, keeps_dropout: bool, has_gradients: bool
     ) -> tuple[Graph, Plan]:
-        graph = captured(model, call, reads, lambda: self.request.trace(model, call))
+        graph = captured_again(model, call, reads, lambda: self.programs.graph(model, call, self.request, reads))
         graph = graph if keeps_dropout else graph.without_dropout()
 
         def planned() -> Plan:
@@ -306,27 +361,32 @@ class _Read:
     device: str
     request: Request
     how: How
+    has_program: bool
 
 
 def _read(
     model: torch.nn.Module,
-    plan: Plan | None,
+    given: Mapping[str, Any],
     own: Mapping[str, Any],
     planning: Mapping[str, Any],
     start_timeout_s: float,
 ) -> _Read:
-    """Read the arguments of autoparallelize, its `own` and those of `plan`."""
+    """Read the arguments of autoparallelize, its `own`, those of `plan`, and what is given instead."""
     check_pad_to(own["pad_to"])
     refuse_unserved(
         inputs=(own["inputs"], ("global", "local")),
         init=(own["init"], ("module", "counter")),
         sync=(own["sync"], (True, False)),
     )
-    _refuse_parallel(model)
+    refuse_parallel(model)
+    plan = given["plan"]
+    program = given["program"]
+    if plan is not None and program is not None:
+        raise BadPlan("plan= is given, and so is program=", advice="one or the other: a program has its plan")
     if plan is not None and not isinstance(plan, Plan):
         raise BadPlan(f"plan={plan!r} is not a Plan", advice='autopar.Plan.load("plan.json")')
     backend = backend_name(own["compile"], _backends)
-    _refuse_planning(plan, planning)
+    _refuse_planning("plan" if plan is not None else "program" if program is not None else "", planning)
     outputs = own["outputs"]
     gives_rows = outputs == "local"
     if gives_rows and own["inputs"] != "local":
@@ -334,7 +394,9 @@ def _read(
         raise NotServed(what, advice='inputs="local"')
     tell_launcher()
     device = start_world(start_timeout_s)
-    if plan is None:
+    if program is not None:
+        request = Request(**planning, outputs=outputs)
+    elif plan is None:
         asked = {"mesh": world_size(), **planning, "outputs": outputs, "compile": _is_fused(backend)}
         request = Request(**{**asked, "parallel": as_preset(planning.get("parallel"), model)})
         if request.mesh is not None:
@@ -346,7 +408,7 @@ def _read(
     leave, whole = (outputs, ()) if isinstance(outputs, str) else ("auto", tuple(outputs))
     leave = "full" if gives_rows else leave
     how = How(backend, leave, whole, own["inputs"] == "local", pad_to=own["pad_to"], loss=request.loss)
-    return _Read(device, request, how)
+    return _Read(device, request, how, program is not None)
 
 
 def _backends() -> list[str]:
@@ -359,12 +421,12 @@ def _is_fused(backend: str | None) -> bool:
     return backend == "inductor"
 
 
-def _refuse_planning(plan: Plan | None, planning: Mapping[str, Any]) -> None:
+def _refuse_planning(given: str, planning: Mapping[str, Any]) -> None:
     """Raise a letter where an argument of planning is unknown, or given beside a plan that decides it."""
-    if plan is not None and (decided := sorted(set(planning) - {"loss", "assume"})):
+    if given and (decided := sorted(set(planning) - {"loss", "assume"})):
         raise BadPlan(
-            f"plan= is given, and so is {', '.join(decided)}",
-            advice="one or the other: a plan already decides it",
+            f"{given}= is given, and so is {', '.join(decided)}",
+            advice=f"one or the other: a {given} already decides it",
         )
     if unknown := sorted(set(planning) - set(inspect.signature(Request).parameters)):
         raise NotServed(
@@ -394,6 +456,7 @@ def _check_graph(
 
 Plan.check_graph = _check_graph
 Plan.write_report = write_report
+Plan.write_program = write_program
 Plan.write_html = html_of
 
 
@@ -417,29 +480,3 @@ def _refuse_unknown_outputs(outputs: str | Sequence[str], graph: Graph) -> None:
             seen=f"outputs: {', '.join(graph.output_names)}",
             advice='outputs=("logits",)',
         )
-
-
-def _refuse_parallel(model: Any) -> None:
-    if isinstance(model, ParallelModule):
-        raise Consumed(
-            f"this {type(model).__name__} is parallel already",
-            seen=f"mesh {model.plan.mesh}",
-            advice="model.plan, or the model as it was before autoparallelize",
-        )
-    if (kind := type(model).__name__) in _AROUND:
-        raise Consumed(f"the model stands inside a wrapper, {kind}", advice=_AROUND[kind])
-    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
-    if spread := [name for name, p in named if isinstance(p, DTensor)]:
-        raise Consumed(
-            f"parameters of this {kind} are spread over devices already",
-            seen=", ".join(spread[:3]),
-            advice="the model as it was before",
-        )
-
-
-_AROUND = {
-    "OptimizedModule": "the model itself, with compile=True",
-    "DataParallel": "model.module, which is inside",
-    "DistributedDataParallel": "model.module, which is inside",
-    "FullyShardedDataParallel": "model.module, which is inside",
-}

@@ -1,6 +1,7 @@
 """The command line. `autopar COMMAND --help` says what each takes.
 
     autopar plan llama-3-8b --mesh 8x8 --cluster h100-8x8 --inputs batch=64,seq=8192 --precision bf16 --out plan.json
+    autopar compile train.py:build --mesh 8 -o model.autopar                 the programs of its ranks, in one file
     autopar fit llama-3-8b --inputs batch=64,seq=8192 --precision bf16       on how many devices of which kind
     autopar fit llama-3-8b --inputs batch=512,seq=8192 --precision bf16 --tokens 1T --days 30 --price 2.5
     autopar show plan.json                                                   a plan at one look; --table: all of it
@@ -36,6 +37,7 @@ from autopar.letters import BadCluster, BadSharding, Letter, NotServed
 _INTERRUPTED = 130
 _HOME = {  # command -> the module that runs it, imported when it is asked for
     "plan": "planning",
+    "compile": "compiling",
     "fit": "fit",
     "show": "plans",
     "explain": "plans",
@@ -107,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=said, description=said[0].upper() + said[1:] + ".", parents=[common])
 
     _of_plan(command("plan", "plan a training step of a model"))
+    _of_compile(command("compile", "plan a training step, lower it for all ranks, and write their programs"))
     _of_timeline(command("timeline", "write the predicted step of a plan as a trace, for Perfetto"))
     _of_fit(command("fit", "say how many devices of each kind hold a training step, or train so many tokens in time"))
     show = command("show", "print a plan that was saved")
@@ -193,6 +196,13 @@ def _of_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="", help="where the plan goes: plan.json")
     parser.add_argument("--report", default="", help="where a page about it goes: plan.html")
     parser.add_argument("--budgets", type=int, default=0, help="how many budgets the page holds against the step time")
+
+
+def _of_compile(parser: argparse.ArgumentParser) -> None:
+    _add_planning(parser)
+    parser.add_argument("-o", "--out", default="model.autopar", help="where the program goes")
+    parser.add_argument("--rows", action="store_true", help='each rank passes its own rows: inputs="local"')
+    parser.add_argument("--device", default="", help="cpu or cuda, which this machine has to have; default: its own")
 
 
 def _of_timeline(parser: argparse.ArgumentParser) -> None:

@@ -55,7 +55,7 @@ class PlanCache:
         """
         if self.folder is None:
             return make()
-        asked = _in_words(request)
+        asked = words_of(request)
         if unclear := [name for name, text in asked.items() if " at 0x" in text]:
             caution("%s= has no text to find its plan by: this plan is not kept in %s", unclear[0], self.folder)
             return make()
@@ -113,7 +113,7 @@ class PlanCache:
                 written.unlink()
 
 
-def _in_words(request: Request) -> Mapping[str, str]:
+def words_of(request: Request) -> Mapping[str, str]:
     """The arguments of a request, as text by name: equal where the same plan would be made."""
     asked: dict[str, Any] = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in _TOLD_OTHERWISE}
     device = request.hardware.device

@@ -11,6 +11,7 @@ op, or a function of the table that stands here; nothing else is written, and no
 from __future__ import annotations
 
 import functools
+import keyword
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -151,6 +152,8 @@ class _Known:
         made = fx.Graph()
         at: dict[str, fx.Node] = {}
         for kind, name, target, args, kwargs, value, marks in nodes:
+            if not all(map(_is_a_name, (name, *kwargs))):
+                raise BadProgram(f"{name!r} does not name a node of a program")
             node = made.create_node(
                 kind,
                 self._target(kind, target),
@@ -168,7 +171,7 @@ class _Known:
         return made
 
     def _target(self, kind: str, number: int) -> Any:
-        if kind in ("placeholder", "output"):
+        if kind in ("placeholder", "output") and _is_a_name(self.names[number]):
             return self.names[number]
         if kind != "call_function":
             raise BadProgram(f"{kind} is not a kind of a program's nodes")
@@ -180,6 +183,11 @@ class _Known:
         if isinstance(value, list):
             return [self._value(v) for v in value]
         return None if value is None else self.values[value]
+
+
+def _is_a_name(text: Any) -> bool:
+    """Whether a text may stand in the code that is written of a graph."""
+    return isinstance(text, str) and text.isidentifier() and not keyword.iskeyword(text)
 
 
 def _marks(given: Any) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -31,15 +31,17 @@ class Records:
     """The halves that are known as data, and those that a lowering has used."""
 
     known: Mapping[str, Data] = field(default_factory=dict)
+    beside: Callable[[str], Collection[str]] = lambda key: ()  # Other ranks use these known ones beside a key.
     # What the certificate of these halves has left open, as text, where one was made; None: none was.
     left_open: str | None = None
     used: dict[str, Joint] = field(default_factory=dict)
     lowered: set[str] = field(default_factory=set)  # keys of those that were traced here
+    of_others: dict[str, Data] = field(default_factory=dict)  # Only other ranks have used these.
 
     def get(self, key: str, lower: Callable[[], Joint]) -> Joint:
         """The halves under a key: read where they are known, else lowered."""
-        if key in self.known:
-            return archive.read(self.known[key])
+        if (data := self.known.get(key)) is not None:
+            return archive.read(data)
         self.lowered.add(key)
         return lower()
 
@@ -50,8 +52,14 @@ class Records:
 
     @without_collections
     def data(self) -> dict[str, Data]:
-        """The halves that were used, as data."""
-        return {key: self.known.get(key) or archive.write(joint) for key, joint in self.used.items()}
+        """The halves that were used, here and on other ranks, as data."""
+        mine = {key: self.known.get(key) or archive.write(joint) for key, joint in self.used.items()}
+        beside = {other: self.known.get(other) for key in self.used for other in self.beside(key)}
+        return {**{key: data for key, data in beside.items() if data is not None}, **self.of_others, **mine}
+
+    def own_data(self) -> dict[str, Data]:
+        """Those of the halves that were lowered here, as data."""
+        return {key: data for key, data in self.data().items() if key in self.lowered}
 
 
 @without_collections

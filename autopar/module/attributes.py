@@ -144,7 +144,7 @@ class Attributes:
                 continue
             settings = vars(self.modules[place[0]])[place[1]]
             places[id(settings)] = place
-            if _can_be_noted(settings):
+            if can_be_noted(settings):
                 keys.setdefault(type(settings), set()).update(of_one)
         with taking_down(places, keys) as found:
             yield found
@@ -160,7 +160,7 @@ class Attributes:
 
     def _are_noted(self, place: Place) -> bool:
         module = self.modules[place[0]]
-        return _can_be_noted(vars(module)[place[1]]) if place[1] else not _reads_by_itself(module)
+        return can_be_noted(vars(module)[place[1]]) if place[1] else not reads_by_itself(module)
 
     def same_but(self, sight: Sight) -> bool:
         """Whether the present state equals one that was seen, except for attributes that were not read."""
@@ -211,13 +211,13 @@ class Attributes:
     def _watch_all(self) -> None:
         places: dict[int, Place] = {}  # once each: many modules hold one configuration
         for i, module in enumerate(self.modules):
-            for name in ("", *(k for k, v in vars(module).items() if _are_settings(k, v))):
+            for name in ("", *(k for k, v in vars(module).items() if are_settings(k, v))):
                 places.setdefault(id(self._held((i, name))), (i, name))
         self._watch({place: self._plain_keys(place) for place in places.values()})
 
     def _plain_keys(self, place: Place) -> list[str]:
         """Names of a module's or settings' attributes that are neither torch's own nor settings themselves."""
-        return [k for k, v in self._held(place).items() if k not in OF_TORCH and not _are_settings(k, v)]
+        return [k for k, v in self._held(place).items() if k not in OF_TORCH and not are_settings(k, v)]
 
     def _watch(self, keys: Mapping[Place, list[str]]) -> None:
         self.keys = {place: of_one for place, of_one in keys.items() if of_one}
@@ -225,7 +225,7 @@ class Attributes:
             (self._held(place), itemgetter(*of_one, of_one[0]))  # a getter of one key alone does not give a tuple
             for place, of_one in self.keys.items()
         ]
-        self.settings = [(vars(m), k, v) for m in self.modules for k, v in vars(m).items() if _are_settings(k, v)]
+        self.settings = [(vars(m), k, v) for m in self.modules for k, v in vars(m).items() if are_settings(k, v)]
 
     def _held(self, place: Place) -> dict[str, Any]:
         held = vars(self.modules[place[0]])
@@ -267,7 +267,7 @@ class Attributes:
         )
 
 
-def _are_settings(name: str, value: Any) -> bool:
+def are_settings(name: str, value: Any) -> bool:
     """Whether an attribute holds settings: it is named `config`, or is a dataclass or namespace."""
     return (
         hasattr(value, "__dict__")
@@ -317,7 +317,7 @@ def _as_change(value: Any, before: Any) -> str:
     return f"is {value!r:.60}, and was {before!r:.60}"
 
 
-def _reads_by_itself(module: nn.Module) -> bool:
+def reads_by_itself(module: nn.Module) -> bool:
     """Whether the module's class overrides `__getattribute__`, so that reads cannot be noted."""
     return any("__getattribute__" in vars(cls) for cls in type(module).__mro__ if cls not in (nn.Module, object))
 
@@ -337,7 +337,7 @@ class _Itself:
         return id(self.held)
 
 
-def _can_be_noted(settings: Any) -> bool:
+def can_be_noted(settings: Any) -> bool:
     """Whether the class of settings can be patched to note reads; that of a SimpleNamespace cannot."""
     cls = type(settings)
     return (

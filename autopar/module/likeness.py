@@ -10,18 +10,21 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import numbers
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import as_call, learn_dataclasses
 from autopar.graph.idle import HELD_BY
+from autopar.module.attributes import are_settings, can_be_noted, reads_by_itself
 from autopar.module.reads import Reads
-from autopar.tracer.contents import MOST_ENTRIES, MOST_LEVELS, OF_TORCH, dict_of, holder_of
+from autopar.tracer.contents import OF_TORCH, dict_of
 
 
 def likeness_of(model: nn.Module, meta_inputs: Any) -> str:
@@ -37,9 +40,16 @@ def likeness_of(model: nn.Module, meta_inputs: Any) -> str:
 
 
 def said_of(model: nn.Module, reads: Reads) -> str:
-    """A digest of the attributes of modules and settings that a capture has read, as they are now."""
+    """A digest of the attributes of modules and settings that a capture has read, as they are now.
+
+    Of modules and settings whose reads cannot be noted, all attributes count.
+    """
     modules = list(model.modules())
-    return digest([(*place, _attribute(modules, *place)) for place in sorted(reads) if place[2] not in OF_TORCH])
+    places = {place for place in reads if place[2] not in OF_TORCH}
+    for i, module in enumerate(modules):
+        if reads_by_itself(module):
+            places.update((i, "", key) for key in dict_of(module) if key not in OF_TORCH)
+    return digest([(*place, _attribute(modules, *place)) for place in sorted(places)])
 
 
 def digest(value: Any) -> str:
@@ -55,9 +65,11 @@ def _attribute(modules: Sequence[nn.Module], place: int, settings: str, key: str
     if settings:
         owner = dict_of(owner).get(settings)
     held = dict_of(owner) or {}
-    if key in held:
-        return text_of(held[key])
-    return f"of the class: {text_of(getattr(type(owner), key, None))}"
+    if key not in held:
+        return f"of the class: {text_of(getattr(type(owner), key, None))}"
+    if are_settings(key, held[key]) and can_be_noted(held[key]):
+        return _name_of(type(held[key]))  # What was read of them is by itself among the reads.
+    return text_of(held[key])
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
@@ -80,39 +92,53 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
-def text_of(value: Any, levels: int = MOST_LEVELS) -> str:
-    """A value as text, to a few levels of what it holds."""
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, enum.Enum)):
+def text_of(value: Any) -> str:
+    """A value as text, with what it holds; each object stands once."""
+    return _text(value, set())
+
+
+def _text(value: Any, seen: set[int]) -> str:
+    if isinstance(value, (numbers.Number, str, bytes, type(None), torch.dtype, enum.Enum, range)):
         return repr(value)
-    if isinstance(value, Tensor):
-        return f"tensor {_form(value)}"
+    if isinstance(value, (Tensor, nn.Module)):
+        return f"tensor {_form(value)}" if isinstance(value, Tensor) else _name_of(type(value))
     if isinstance(value, torch.device):
         return value.type  # Ranks have devices of their own.
     if isinstance(value, type):
         return _name_of(value)
-    if isinstance(value, functools.partial):
-        return f"partial {_several((value.func, *value.args, *value.keywords.items()), levels)}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if id(value) in seen:
+        return f"{_name_of(type(value))} again"
+    seen.add(id(value))
     if isinstance(value, (types.FunctionType, types.MethodType)):
-        return f"{_name_of(value)} {_code(value.__code__)}"
-    return _structure(value, levels)
+        return _function(value, seen)
+    return _structure(value, seen)
 
 
-def _structure(value: Any, levels: int) -> str:
+def _function(function: Any, seen: set[int]) -> str:
+    """A function by what it runs, its defaults, and what it closes over."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    held = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), *cells
+    return f"{_name_of(function)} {_code(function.__code__)} {_several(held, seen)}"
+
+
+def _structure(value: Any, seen: set[int]) -> str:
     """A container or an object by its type and what it holds."""
     kind = _name_of(type(value))
-    if levels < 0:
-        return kind
     if isinstance(value, (set, frozenset)):
-        return f"{kind} {sorted(text_of(v, levels - 1) for v in value)}"
-    inside: Any = value if isinstance(value, (tuple, Mapping)) else holder_of(value)
-    if inside is None or len(inside) > MOST_ENTRIES:
-        return kind if inside is None else f"{kind} of {len(inside)}"
-    entries = inside.items() if isinstance(inside, Mapping) else inside
-    return f"{kind} {_several(entries, levels - 1)}"
+        return f"{kind} {sorted(_text(v, seen) for v in value)}"
+    if isinstance(value, functools.partial):
+        return f"{kind} {_several((value.func, *value.args, *value.keywords.items()), seen)}"
+    inside: Any = value if isinstance(value, (tuple, list, Mapping)) else dict_of(value)
+    if inside is None:
+        said = repr(value)
+        return kind if " at 0x" in said else f"{kind} {said}"
+    return f"{kind} {_several(inside.items() if isinstance(inside, Mapping) else inside, seen)}"
 
 
-def _several(values: Iterable[Any], levels: int) -> str:
-    return str([text_of(v, levels) for v in values])
+def _several(values: Iterable[Any], seen: set[int]) -> str:
+    return str([_text(v, seen) for v in values])
 
 
 def _name_of(named: Any) -> str:

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.codegen.lower import Lowered
 from autopar.graph.calls import Call
 from autopar.graph.held import plain_tensors
-from autopar.letters import NotServed
+from autopar.letters import Consumed, NotServed
 from autopar.module.attributes import Sight
 from autopar.module.checkpoint import teach_dtensor, whole_state
 from autopar.module.optimizers import refuse_steps_on
@@ -158,3 +159,30 @@ def _save_pretrained(
     elif dist.get_rank() == 0:
         with state.as_before(self):
             self.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **how)
+
+
+def refuse_parallel(model: Any) -> None:
+    """Raise a letter where a model is parallel already, or inside a wrapper."""
+    if isinstance(model, ParallelModule):
+        raise Consumed(
+            f"this {type(model).__name__} is parallel already",
+            seen=f"mesh {model.plan.mesh}",
+            advice="model.plan, or the model as it was before autoparallelize",
+        )
+    if (kind := type(model).__name__) in _AROUND:
+        raise Consumed(f"the model stands inside a wrapper, {kind}", advice=_AROUND[kind])
+    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+    if spread := [name for name, p in named if isinstance(p, DTensor)]:
+        raise Consumed(
+            f"parameters of this {kind} are spread over devices already",
+            seen=", ".join(spread[:3]),
+            advice="the model as it was before",
+        )
+
+
+_AROUND = {
+    "OptimizedModule": "the model itself, with compile=True",
+    "DataParallel": "model.module, which is inside",
+    "DistributedDataParallel": "model.module, which is inside",
+    "FullyShardedDataParallel": "model.module, which is inside",
+}

@@ -10,7 +10,7 @@ import torch
 from autopar.progress import tell
 from autopar.runtime.world import exchanged, plays_several_ranks, rank_here, ranks_can_talk
 
-_STAGES = ("traced", "planned", "lowered", "read", "waited", "joined", "values")
+_STAGES = ("join", "trace", "plan", "lower", "read", "wait", "values")
 
 
 class StartTime:
@@ -29,7 +29,7 @@ class StartTime:
 
     def of_all(self, stage: str) -> None:
         """Count the seconds since the last lap to a stage of rank 0, for which other ranks have waited."""
-        self.lap(stage if not ranks_can_talk() or plays_several_ranks() or rank_here() == 0 else "waited")
+        self.lap(stage if not ranks_can_talk() or plays_several_ranks() or rank_here() == 0 else "wait")
 
     def tell(self, device: torch.device) -> None:
         """Say the seconds of rank 0, and of the slowest other rank by stage; all ranks do so together."""

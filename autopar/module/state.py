@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from autopar.module.relowering import lower_again
 from autopar.module.runner import Runner, Setup
 from autopar.module.situation import Caller, Situation
 from autopar.module.stage_runner import runner_of
-from autopar.module.together import lowered
+from autopar.module.together import Known, lowered
 from autopar.module.waiting import Waiting
 from autopar.module.wrapper_guards import watch_parts
 from autopar.runtime.agreement import agree, goes_on
@@ -45,6 +46,9 @@ def _drawn_into(drawn: list[int]) -> int:
 
 class Replan(Protocol):
     """Traces the model on a call, and plans that like its first plan: on rank 0 for all ranks."""
+
+    @property
+    def programs(self) -> Known: ...
 
     def __call__(
         self, model: nn.Module, call: Call, first: Plan, reads: Reads, *, keeps_dropout: bool, has_gradients: bool
@@ -164,7 +168,7 @@ class ModelState:
         """The program of this rank for a graph and a plan."""
         place = 0 if self.setup.stages is None else self.setup.stages.line.index
         here = self.setup.mesh.get_coordinate(), self.setup.device.type
-        return lowered(lambda records: lower(graph, plan, *here, grad, rows, place, records))
+        return lowered(functools.partial(lower, graph, plan, *here, grad, rows, place), self.replan.programs)
 
     def keep(self, situation: Situation, grad: bool, lowered: Lowered, sight: Sight) -> SituatedProgram:
         """Bind a lowered program to this rank and keep it, after checking that all ranks have the same."""

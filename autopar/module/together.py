@@ -9,19 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from autopar.codegen.lower import Lowered
 from autopar.codegen.records import Records, packed, unpacked
+from autopar.graph.calls import Call
 from autopar.graph.graph import Graph
 from autopar.letters import AutoparError, BadGraph, BadProgram
 from autopar.module.likeness import likeness_of, said_of
 from autopar.module.reads import Reads
 from autopar.module.start_time import StartTime
 from autopar.progress import caution
-from autopar.runtime.world import from_rank_0, once_all_have, plays_several_ranks, ranks_can_talk, reasons_of_all
+from autopar.runtime.world import (
+    all_ranks_hold,
+    from_rank_0,
+    gathered_on_rank_0,
+    once_all_have,
+    plays_several_ranks,
+    rank_here,
+    ranks_can_talk,
+    reasons_of_all,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +45,47 @@ class _Sent:
     said: str
 
 
-def captured(
-    model: nn.Module, meta_inputs: Any, reads: Reads, trace: Callable[[], Graph], time: StartTime | None = None
+Trace = Callable[[], Graph]
+
+
+def captured_at_start(model: nn.Module, meta_inputs: Any, reads: Reads, trace: Trace, time: StartTime) -> Graph:
+    """The graph of the call that a model is made parallel for; no rank waits in vain for one that raises."""
+
+    def each(trace: Trace) -> Graph:
+        def traced() -> tuple[Graph, dict[str, str]]:
+            graph = trace()
+            return graph, {"models or meta_inputs": graph.digest}
+
+        return once_all_have(traced)
+
+    return _captured(model, meta_inputs, reads, trace, each, time)
+
+
+def captured_again(model: nn.Module, call: Call, reads: Reads, trace: Trace) -> Graph:
+    """The graph of a call of another kind, of which all ranks have agreed that they make it."""
+
+    def each(trace: Trace) -> Graph:
+        graph = trace()
+        all_ranks_hold("calls", graph.digest)
+        return graph
+
+    return _captured(model, call, reads, trace, each, StartTime())
+
+
+def _captured(
+    model: nn.Module,
+    meta_inputs: Any,
+    reads: Reads,
+    trace: Trace,
+    each: Callable[[Trace], Graph],
+    time: StartTime,
 ) -> Graph:
-    """The graph that rank 0 traces, on every rank; `reads` gain the attributes that it reads meanwhile."""
+    """The graph that rank 0 traces, with what it has read; `each` gives that of a rank by itself.
+
+    `reads` gain the attributes that rank 0 has read meanwhile.
+    """
     if not _is_one_of_many():
-        return _each_traces(trace)
+        return each(trace)
     made: list[Graph] = []
 
     def make() -> _Sent:
@@ -49,8 +94,7 @@ def captured(
         return _Sent(text, why, reads, likeness_of(model, meta_inputs), said_of(model, reads))
 
     sent = from_rank_0(make)
-    time = time or StartTime()
-    time.of_all("traced")
+    time.of_all("trace")
     graph = made[0] if made else None
     why = sent.why
     if graph is None and not why:
@@ -58,46 +102,48 @@ def captured(
     reasons = reasons_of_all(why)
     if graph is None or reasons:
         caution("each rank traces the model by itself: %s", reasons)
-        return _each_traces(trace if not made else lambda: made[0])
+        return each(trace if not made else lambda: made[0])
     reads.update(sent.reads)
-    time.lap("traced" if made else "read")
+    time.lap("trace" if made else "read")
     return graph
 
 
-def lowered(lower: Callable[[Records], Lowered], time: StartTime | None = None) -> Lowered:
+class Known(Protocol):
+    """Halves that were kept, and a place to keep more; on rank 0 alone, for others are sent theirs."""
+
+    def records(self) -> Records: ...
+
+    def keep(self, records: Records) -> None: ...
+
+
+def lowered(lower: Callable[..., Lowered], known: Known, time: StartTime | None = None) -> Lowered:
     """The program of this rank, whose halves rank 0 lowers for all ranks that have the same."""
+    mine = known.records()
     if not _is_one_of_many():
-        return lower(Records())
+        program = lower(records=mine)
+        known.keep(mine)
+        return program
     made: list[Lowered] = []
 
     def make() -> tuple[bytes, str]:
-        records = Records()
-        made.append(lower(records))
+        made.append(lower(records=mine))
         try:
-            return packed(records.data()), made[0].plan.untyped
+            return packed(mine.data()), made[0].plan.untyped
         except BadProgram as e:
             caution("each rank lowers its program by itself: %s", e.what)
             return b"", ""
 
     given, left_open = from_rank_0(make)
     time = time or StartTime()
-    time.of_all("lowered")
-    if made:
-        return made[0]
-    records = Records(unpacked(given), left_open) if given else Records()
-    program = lower(records)
-    time.lap("lowered" if records.lowered else "read")
-    return program
-
-
-def _each_traces(trace: Callable[[], Graph]) -> Graph:
-    """The graph that this rank traces; a letter where ranks have different ones."""
-
-    def traced() -> tuple[Graph, dict[str, str]]:
-        graph = trace()
-        return graph, {"models or meta_inputs": graph.digest}
-
-    return once_all_have(traced)
+    time.of_all("lower")
+    if not made:
+        mine = Records(unpacked(given), left_open=left_open) if given else Records()
+        made.append(lower(records=mine))
+        time.lap("lower" if mine.lowered else "read")
+    for others in gathered_on_rank_0(packed(mine.own_data()) if rank_here() and given and mine.lowered else b""):
+        mine.of_others.update(unpacked(others))
+    known.keep(mine)
+    return made[0]
 
 
 def _is_one_of_many() -> bool:

@@ -179,6 +179,15 @@ def reasons_of_all(reason: str) -> str:
     return by_text((rank, text) for rank, text in enumerate(said) if text)
 
 
+def gathered_on_rank_0(mine: bytes) -> list[bytes]:
+    """The bytes that ranks have to send, on rank 0; nothing is sent where none has any."""
+    if not any(size for (size,) in exchanged([len(mine)], _device_of_messages())):
+        return []
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyone, 0)
+    return [given for given in everyone or () if given]
+
+
 def once_all_have(make: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
     """Make a value on this rank, and return it once all ranks have theirs, so that none waits in vain.
 

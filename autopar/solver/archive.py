@@ -19,6 +19,7 @@ from autopar.letters import BadOrder, BadPlan, Letter
 from autopar.sharding.certainty import SPREADS
 from autopar.sharding.convert import Step
 from autopar.sharding.costs import STEPS_ON_HOST
+from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, Strategy, gradients, values
@@ -312,3 +313,23 @@ def _arrives(c: Conversion, target: Decision) -> bool:
         raise BadPlan(f"the plan converts operand {c.operand} of {c.target}, which takes {len(taken)}")
     flows = target.flows(c.operand)
     return c.value[1] == values(flows) and (not c.gradient or c.gradient[0] == gradients(flows))
+
+
+def refuse_other_parameters(plan: Plan, given: Mapping[str, Any]) -> None:
+    """Raise a letter unless these parameters have the plan's sizes, and can be stored as it says."""
+    sizes = {name: p.numel() * p.element_size() for name, p in given.items()}
+    stored = plan.parameters
+    for name, nbytes in plan.parameter_bytes.items():
+        if sizes.get(name) != nbytes:
+            raise BadPlan(
+                f"the plan was made for another model: parameter {name}",
+                seen=f"{nbytes} bytes in the plan, {sizes.get(name, 'none')} in the model",
+                advice="plan again",
+            )
+        if Layout.of(tuple(given[name].shape), stored[name], plan.mesh) is None:
+            raise BadPlan(
+                f"the plan stores {name} as {stored[name].text(plan.mesh.axes)}, and it cannot lie so on mesh "
+                f"{plan.mesh}",
+                seen=f"a parameter of shape {list(given[name].shape)}",
+                advice="plan again",
+            )

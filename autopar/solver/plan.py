@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from autopar.letters import BadBudget, BadPlan
 from autopar.sharding.certainty import middle, spread
-from autopar.sharding.layout import Layout
 from autopar.sharding.mesh import DeviceMesh
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import Choice, values
@@ -161,12 +160,14 @@ class Plan:
     # Text about the values that the certificate of the lowered program leaves untyped. Not written to files.
     untyped: str = field(default="", repr=False, compare=False)
     search: SearchedSpace | None = field(default=None, repr=False, compare=False)
+    origin: Any = field(default=None, repr=False, compare=False)  # What it was made of, in the process that made it.
     record: Record = field(
         default_factory=Record, repr=False, compare=False
     )  # The file that a plan is read from keeps a little of the search.
 
     check_graph: ClassVar[GraphCheck | None] = None  # given by autopar.api, which can trace a model
     write_report: ClassVar[Callable[..., Path] | None] = None  # given by autopar.report
+    write_program: ClassVar[Callable[..., Path] | None] = None  # given by autopar.compiling, which can lower a plan
     write_html: ClassVar[Callable[[Plan], str] | None] = None  # given by autopar.report, for notebooks
 
     def __post_init__(self) -> None:
@@ -332,6 +333,18 @@ class Plan:
             raise BadPlan("a report is written by autopar.report", advice="import autopar.api")
         return Plan.write_report(self, path, budgets)
 
+    def compile(self, path: str | Path, inputs: str = "global", device: str = "") -> Path:
+        """Write the lowered program of every rank to a file, which `autoparallelize(program=...)` takes.
+
+        Args:
+            path: Where the file goes.
+            inputs: As of `autoparallelize`.
+            device: The kind of device on which it will run, "cpu" or "cuda"; that of this machine where it is empty.
+        """
+        if Plan.write_program is None:
+            raise BadPlan("a program is lowered by the compiler", advice="import autopar.api")
+        return Plan.write_program(self, path, inputs, device)
+
     def curve(self, budgets: int | Sequence[int] = 20, host: bool = True) -> Curve:
         """The fastest step under each of several memory budgets, all from one search; printed, it is a table.
 
@@ -462,31 +475,11 @@ class Plan:
         if not hasattr(model, "named_parameters"):
             raise BadPlan(f"{model!r} is not a model")
         archive.refuse_contradictions(self)
-        _check_parameters(self, dict(model.named_parameters(remove_duplicate=False)))
+        archive.refuse_other_parameters(self, dict(model.named_parameters(remove_duplicate=False)))
         if meta_inputs is not None:
             if Plan.check_graph is None:
                 raise BadPlan("a plan is held against inputs by the compiler", advice="import autopar.api")
             Plan.check_graph(self, model, meta_inputs, loss, assume, outputs)
-
-
-def _check_parameters(plan: Plan, given: Mapping[str, Any]) -> None:
-    """Raise a letter unless these parameters have the plan's sizes, and can be stored as it says."""
-    sizes = {name: p.numel() * p.element_size() for name, p in given.items()}
-    stored = plan.parameters
-    for name, nbytes in plan.parameter_bytes.items():
-        if sizes.get(name) != nbytes:
-            raise BadPlan(
-                f"the plan was made for another model: parameter {name}",
-                seen=f"{nbytes} bytes in the plan, {sizes.get(name, 'none')} in the model",
-                advice="plan again",
-            )
-        if Layout.of(tuple(given[name].shape), stored[name], plan.mesh) is None:
-            raise BadPlan(
-                f"the plan stores {name} as {stored[name].text(plan.mesh.axes)}, and it cannot lie so on mesh "
-                f"{plan.mesh}",
-                seen=f"a parameter of shape {list(given[name].shape)}",
-                advice="plan again",
-            )
 
 
 def _budgets_of(given: Any) -> int | list[int]:

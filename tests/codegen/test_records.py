@@ -25,17 +25,16 @@ from tests.zoo.tables import ZOO
 HALVES = ("beginning", "forward", "backward", "hold", "settle")
 MESHES = {1: DeviceMesh((4,), ("dp",)), 2: DeviceMesh((2, 2), ("dp", "tp"))}
 WAYS = [
-    ("hf_llama", "megatron", {}),
     ("hf_t5", "zero3", {"microbatches": 2}),
-    ("hf_mixtral_batched_mm", None, {"recompute": "selective"}),
-    ("hf_bert_cls", "dp", {"precision": "bf16"}),
+    ("hf_mixtral_batched_mm", None, {"recompute": "selective", "precision": "bf16"}),
 ]
 FAMILIES = (
     *("hf_gpt2_eager", "hf_qwen3", "hf_gemma3", "hf_mistral", "hf_deepseekv3_batched_mm", "hf_mamba_eager"),
-    *("hf_vit", "hf_whisper", "hf_resnet"),
+    *("hf_vit", "hf_whisper", "hf_resnet", "hf_llama", "hf_bert_cls"),
 )
 PRESETS = ("dp", "zero3", "megatron", None)
-SITUATIONS = ({}, {"microbatches": 2}, {"recompute": "full"}, {"kernels": "all"})
+KERNELS = ("rms_norm", "layer_norm", "gelu_tanh", "gated", "masked_softmax", "cross_entropy")
+SITUATIONS = ({}, {"microbatches": 2}, {"recompute": "full"}, {"kernels": KERNELS})
 
 
 def code_of(joint: Joint) -> str:

@@ -75,7 +75,8 @@ def test_a_job_goes_on_where_it_was(fault, ranks, signals, tmp_path, monkeypatch
     assert done.returncode == 0 and [step for step, _ in said] == [0, 1, 2, 2, 3], done.stderr
     for step, loss in said:
         assert loss == pytest.approx(whole[step][1], abs=2e-6), step  # six digits are printed
-    assert len(list((tmp_path / "run" / "plans").iterdir())) == 1  # planned once
+    kept = sorted(path.suffix for path in (tmp_path / "run" / "plans").iterdir())
+    assert kept == [".graph", ".halves", ".json"]  # traced, lowered and planned once
     errors = [json.loads(path.read_text())["message"]["message"] for path in logs.glob("*/attempt_0/1/error.json")]
     assert errors == (["ValueError: mine"] if fault == "raises" else [])  # one that is killed writes nothing
     assert "mine" not in done.stdout and "[default0]:" in done.stdout  # the terminal has the first rank
