@@ -104,7 +104,7 @@ class Programs:
         except AutoparError as e:
             raise BadProgram(e.what, at=str(self.given), seen=e.seen, advice=e.advice) from e
         self.taken = found
-        reads.update(found.capture.reads)
+        _become(reads, found.capture.reads)
         tell("took the program %s: nothing is traced, planned or lowered", self.given)
         return graph
 
@@ -116,12 +116,13 @@ class Programs:
         path = self.folder / f"{digest(sorted(of.items()))}.graph"
         if (kept := self._kept(path, of, model)) is not None:
             graph, read = kept
-            reads.update(read)
+            _become(reads, read)
             return graph
+        reads.clear()
         graph = request.trace(model, meta_inputs)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            Capture.of(graph, reads, said_of(model, reads), of).write(path)
+            Capture.of(graph, set(reads), said_of(model, set(reads)), of).write(path)
         except (AutoparError, OSError) as e:
             caution("the graph is not kept in %s: %s", self.folder, str(e).splitlines()[0])
         return graph
@@ -160,3 +161,9 @@ class Programs:
                 kept.write(key, data, records.of_others if key in records.used else ())
         except BadProgram as e:
             caution("the program is not kept in %s: %s", self.folder, e.what)
+
+
+def _become(reads: Reads, others: Iterable[tuple[int, str, str]]) -> None:
+    """Let reads be others; none of them is what the thread has read to compare the model."""
+    reads.clear()
+    reads.update(others)

@@ -11,8 +11,10 @@ import enum
 import functools
 import hashlib
 import numbers
+import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,6 @@ from torch.utils import _pytree as pytree
 from autopar.graph.calls import as_call, learn_dataclasses
 from autopar.graph.idle import HELD_BY
 from autopar.module.attributes import are_settings, can_be_noted, reads_by_itself
-from autopar.module.reads import Reads
 from autopar.tracer.contents import OF_TORCH, dict_of
 
 
@@ -39,13 +40,13 @@ def likeness_of(model: nn.Module, meta_inputs: Any) -> str:
     return digest((modules, parameters, buffers, ties, list(map(text_of, leaves)), str(structure)))
 
 
-def said_of(model: nn.Module, reads: Reads) -> str:
+def said_of(model: nn.Module, reads: Collection[tuple[int, str, str]]) -> str:
     """A digest of the attributes of modules and settings that a capture has read, as they are now.
 
     Of modules and settings whose reads cannot be noted, all attributes count.
     """
     modules = list(model.modules())
-    places = {place for place in reads if place[2] not in OF_TORCH}
+    places = {place for place in reads if place[2] not in OF_TORCH and not place[2].startswith("__")}
     for i, module in enumerate(modules):
         if reads_by_itself(module):
             places.update((i, "", key) for key in dict_of(module) if key not in OF_TORCH)
@@ -94,10 +95,10 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
 
 def text_of(value: Any) -> str:
     """A value as text, with what it holds; each object stands once."""
-    return _text(value, set())
+    return _text(value, {})
 
 
-def _text(value: Any, seen: set[int]) -> str:
+def _text(value: Any, seen: dict[int, Any]) -> str:
     if isinstance(value, (numbers.Number, str, bytes, type(None), torch.dtype, enum.Enum, range)):
         return repr(value)
     if isinstance(value, (Tensor, nn.Module)):
@@ -110,20 +111,20 @@ def _text(value: Any, seen: set[int]) -> str:
         return f"array {value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if id(value) in seen:
         return f"{_name_of(type(value))} again"
-    seen.add(id(value))
+    seen[id(value)] = value  # It has to live, or another would get its id.
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return _function(value, seen)
     return _structure(value, seen)
 
 
-def _function(function: Any, seen: set[int]) -> str:
+def _function(function: Any, seen: dict[int, Any]) -> str:
     """A function by what it runs, its defaults, and what it closes over."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     held = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), *cells
     return f"{_name_of(function)} {_code(function.__code__)} {_several(held, seen)}"
 
 
-def _structure(value: Any, seen: set[int]) -> str:
+def _structure(value: Any, seen: dict[int, Any]) -> str:
     """A container or an object by its type and what it holds."""
     kind = _name_of(type(value))
     if isinstance(value, (set, frozenset)):
@@ -137,12 +138,19 @@ def _structure(value: Any, seen: set[int]) -> str:
     return f"{kind} {_several(inside.items() if isinstance(inside, Mapping) else inside, seen)}"
 
 
-def _several(values: Iterable[Any], seen: set[int]) -> str:
+def _several(values: Iterable[Any], seen: dict[int, Any]) -> str:
     return str([_text(v, seen) for v in values])
 
 
+def module_name(module: str) -> str:
+    """The name of a module; for the script that runs, the one by which another would import it."""
+    file = getattr(sys.modules.get(module), "__file__", None) if module == "__main__" else None
+    return Path(file).stem if file else module
+
+
 def _name_of(named: Any) -> str:
-    return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', type(named).__qualname__)}"
+    home = module_name(getattr(named, "__module__", None) or "")
+    return f"{home}.{getattr(named, '__qualname__', type(named).__qualname__)}"
 
 
 def _code(code: types.CodeType) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.module.likeness import digest, text_of
+from autopar.module.likeness import digest, module_name, text_of
 from autopar.tracer.contents import PLAIN, dict_of
 
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # folders of installed packages
@@ -66,7 +66,7 @@ def _module_of(one: Any) -> str:
 
 
 def _path_of(one: Any) -> str:
-    return f"{one.__module__}.{one.__qualname__}"
+    return f"{module_name(one.__module__)}.{one.__qualname__}"
 
 
 def _is_looked_at(module: str) -> bool:
@@ -109,7 +109,7 @@ def _named_by(function: types.FunctionType, found: dict[str, str]) -> Iterator[A
         if name not in held:
             continue
         if isinstance(held[name], PLAIN):
-            found[f"{function.__module__}.{name}"] = repr(held[name])
+            found[f"{module_name(function.__module__)}.{name}"] = repr(held[name])
         elif isinstance(held[name], (types.ModuleType, types.FunctionType, type)):
             yield held[name]
 

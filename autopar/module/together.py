@@ -40,7 +40,7 @@ class _Sent:
 
     graph: str  # The graph as text; "" where it has none, and then the reason.
     why: str
-    reads: Reads
+    reads: frozenset[tuple[int, str, str]]
     likeness: str
     said: str
 
@@ -91,7 +91,8 @@ def _captured(
     def make() -> _Sent:
         made.append(trace())
         text, why = _written(made[0])
-        return _Sent(text, why, reads, likeness_of(model, meta_inputs), said_of(model, reads))
+        read = frozenset(reads)  # More is read of the model from here on, to compare it.
+        return _Sent(text, why, read, likeness_of(model, meta_inputs), said_of(model, read))
 
     sent = from_rank_0(make)
     time.of_all("trace")
@@ -103,6 +104,7 @@ def _captured(
     if graph is None or reasons:
         caution("each rank traces the model by itself: %s", reasons)
         return each(trace if not made else lambda: made[0])
+    reads.clear()
     reads.update(sent.reads)
     time.lap("trace" if made else "read")
     return graph

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import runpy
 import zlib
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torch import nn
 import autopar
 import autopar.api
 from autopar import DeviceMesh
+from autopar.cli import main
 from autopar.codegen import joint
 from autopar.letters import BadPlan, BadProgram
 from autopar.module.likeness import likeness_of, said_of
@@ -209,9 +211,10 @@ def third_forward(self, x):
 class Configured(Net):
     """Reads a setting and a table of its own."""
 
-    def __init__(self, table=(1, 2), kinds=("a", "b")):
+    def __init__(self, table=(1, 2), kinds=("a", "b"), last=0):
         super().__init__()
         self.config = SimpleNamespace(factor=1.0)
+        self.options = {"first": [1, 2], "second": (3, 4), "third": [5, last]}
         self.table = np.asarray(table)
         self.kinds = set(kinds)
 
@@ -224,7 +227,7 @@ def test_what_a_capture_depends_on_is_told_apart(monkeypatch):
 
     def told(model=None):
         model = model or Net()
-        reads = {(0, "", "table"), (0, "", "kinds"), (0, "config", "factor")}
+        reads = {(0, "", "table"), (0, "", "kinds"), (0, "", "options"), (0, "config", "factor")}
         parts = likeness_of(model, batch()), said_of(model, reads), sources_of(model)
         return repr(parts)
 
@@ -242,12 +245,52 @@ def test_what_a_capture_depends_on_is_told_apart(monkeypatch):
         told(Configured((1, 3))),
         told(Configured(kinds=("a", "c"))),
         told(Configured().eval()),
+        told(Configured(last=1)),
     ]
     other = Configured()
     other.config.factor = 2.0
     found.append(told(other))
     assert len(set(found)) == len(found) and told() == first
     assert told(Configured(kinds=("b", "a"))) == told(Configured())
+
+
+TRAIN = """
+import torch, autopar
+
+SCALE = 3
+
+def doubled(x):
+    return SCALE * x
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return doubled(self.linear(x)).square().mean()
+
+def build():
+    return Net(), {"x": torch.ones(4, 8)}
+
+if __name__ == "__main__":
+    model, batch = build()
+    loss = autopar.autoparallelize(model, batch, program="net.autopar")(**batch)
+"""
+
+
+def test_the_command_line_compiles_for_a_script(tmp_path, monkeypatch, capsys):
+    """Whose classes are of another module's name when it runs itself; a script may change around its model."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train_of_a_script.py"
+    script.write_text(TRAIN)
+    assert main(["compile", f"{script}:build", "--mesh", "1", "--quiet", "-o", "net.autopar"]) == 0
+    assert "for 1 ranks" in capsys.readouterr().out
+    script.write_text(TRAIN + "    print(loss.item())  # a comment\n")
+    runpy.run_path(str(script), run_name="__main__")
+    script.write_text(TRAIN.replace("SCALE = 3", "SCALE = 4"))
+    with pytest.raises(BadProgram, match=r"source train_of_a_script\.SCALE differs"):
+        runpy.run_path(str(script), run_name="__main__")
 
 
 class Deep(nn.Module):
