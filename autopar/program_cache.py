@@ -145,7 +145,7 @@ class Programs:
         """The halves that are known."""
         if self.taken is not None:
             halves = self.taken.halves
-            return Records(halves, lambda key: halves.keys())
+            return Records(halves, lambda key: halves.keys() if key in halves else ())
         if self.folder is None:
             return Records()
         kept = KeptHalves(self.folder, self.device)

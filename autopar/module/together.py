@@ -24,6 +24,7 @@ from autopar.module.start_time import StartTime
 from autopar.progress import caution
 from autopar.runtime.world import (
     all_ranks_hold,
+    as_long_as_a_start,
     from_rank_0,
     gathered_on_rank_0,
     once_all_have,
@@ -142,8 +143,10 @@ def lowered(lower: Callable[..., Lowered], known: Known, time: StartTime | None 
         mine = Records(unpacked(given), left_open=left_open) if given else Records()
         made.append(lower(records=mine))
         time.lap("lower" if mine.lowered else "read")
-    for others in gathered_on_rank_0(packed(mine.own_data()) if rank_here() and given and mine.lowered else b""):
-        mine.of_others.update(unpacked(others))
+    own = packed(mine.own_data()) if rank_here() and given and mine.lowered else b""
+    with as_long_as_a_start():  # Others may still lower what only they have.
+        for others in gathered_on_rank_0(own):
+            mine.of_others.update(unpacked(others))
     known.keep(mine)
     return made[0]
 
