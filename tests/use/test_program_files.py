@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -339,6 +340,9 @@ def trained(rank, how):
 
 
 def taken_and_made(rank, how, own, path):
+    if rank == 0:
+        autopar.plan(Deep().double(), {"x": X}, **how).compile(path, inputs=own.get("inputs", "global"))
+    dist.barrier()
     return trained(rank, {"program": path, **own}), trained(rank, {**how, **own})
 
 
@@ -347,7 +351,5 @@ def taken_and_made(rank, how, own, path):
 def test_every_rank_takes_its_program_of_one_file(way, tmp_path, processes):
     """Bitwise what ranks train that lower it; of one file, whatever parts or stages they have."""
     how, own = WAYS[way]
-    path = tmp_path / "deep.autopar"
-    autopar.plan(Deep().double(), {"x": X}, **how).compile(path, inputs=own.get("inputs", "global"))
-    for (losses, lowered), (expected, _) in processes(4, taken_and_made, how, own, path):
+    for (losses, lowered), (expected, _) in processes(4, taken_and_made, how, own, tmp_path / "deep.autopar"):
         assert losses == expected and lowered == 0
