@@ -28,6 +28,7 @@ from autopar.letters import BadPlan, NotServed
 from autopar.solver import archive, policies
 from autopar.solver.decision import Recomputed, Regathered
 from autopar.space import timeline
+from autopar.space.space import StoragePolicy
 from autopar.testing import Equality, on_processes
 from autopar.tracer import ColoTracer
 from benchmarks.memory import Live
@@ -501,7 +502,7 @@ def test_a_value_has_one_state(halved):
     weight = next(n for n, d in plan.decisions.items() if d.kind == "parameter")
     one = replace(plan.recomputing([value], {value: op}), states={value: Recomputed(op), weight: Regathered()})
     assert (one.recomputed, one.passing, one.regathered) == ({value}, {value: op}, {weight})
-    assert one.storage == {weight: (True, False)}
+    assert one.storage == {weight: StoragePolicy(regathered=True)}
     again = one.recomputing([])
     assert again.states == {weight: Regathered()} and again.fused == plan.fused
     for wrong in ({"regathered": [value]}, {"passing": [[value, ""]]}, {"passing": [[weight, op]]}):
