@@ -19,7 +19,7 @@ from autopar.commands.exports.hf import hf
 from autopar.commands.exports.titan import torchtitan_toml
 from autopar.graph.graph import info
 from autopar.letters import BadPlan
-from autopar.plan_cache import _in_words
+from autopar.plan_cache import words_of
 from autopar.report import data_of
 from autopar.request import Request
 from autopar.solver.staged import stages_of, strip_of
@@ -222,7 +222,7 @@ def test_other_systems_are_told_degrees_or_refuse(plan):
 
 
 def test_a_kept_plan_is_of_one_pipeline():
-    keys = [repr(_in_words(Request(mesh=8, pipeline=p))) for p in (None, 2, {"size": 2, "schedule": "gpipe"}, 4, 2)]
+    keys = [repr(words_of(Request(mesh=8, pipeline=p))) for p in (None, 2, {"size": 2, "schedule": "gpipe"}, 4, 2)]
     assert len(set(keys)) == 4 and keys[1] == keys[4]
 
 
