@@ -155,7 +155,7 @@ def test_a_batch_of_one_row_has_a_rival_that_cuts_its_sequence():
         ("dp", (2, 1, 1), {"inputs": batch(1, 16)}, "cannot share the 1 rows.*data=1, context=2"),
         ("zero3", (2, 1, 1), {"inputs": batch(1, 16)}, "data=dict\\(size=1, zero=3\\), context=2"),
     ],
-    ids=str,
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
 )
 def test_what_does_not_fit_is_a_letter(parallel, sizes, how, said):
     with pytest.raises(BadPreset, match=f"(?s){said}"):
