@@ -27,10 +27,12 @@ from autopar.codegen.checked import check_plan
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, rows_of
 from autopar.compiling import write_program
 from autopar.graph.calls import Call, as_call
+from autopar.graph.carried import without_gradients
 from autopar.graph.graph import Graph, type_of
 from autopar.letters import BadPlan, Infeasible, NotServed
 from autopar.module import How, Source, parallelise
 from autopar.module.attributes import reads_of
+from autopar.module.carried import carried_shardings, of_whole_tensors
 from autopar.module.likeness import said_of
 from autopar.module.local_outputs import outputs_of_rows
 from autopar.module.parallelise import refuse_parallel
@@ -336,17 +338,27 @@ class _Replan:
     programs: Programs
 
     def __call__(
-        self, model: torch.nn.Module, call: Call, first: Plan, reads: Reads, *, keeps_dropout: bool, has_gradients: bool
+        self,
+        model: torch.nn.Module,
+        call: Call,
+        first: Plan,
+        reads: Reads,
+        *,
+        is_trial: bool,
+        has_gradients: bool,
     ) -> tuple[Graph, Plan]:
-        graph = captured_again(model, call, reads, lambda: self.programs.graph(model, call, self.request, reads))
-        graph = graph if keeps_dropout else graph.without_dropout()
+        stored = carried_shardings(model, call, first.mesh.axes)
+        whole = of_whole_tensors(call)
+        graph = captured_again(model, whole, reads, lambda: self.programs.graph(model, whole, self.request, reads))
+        graph = graph.without_dropout() if is_trial else graph
+        graph = graph if has_gradients else without_gradients(graph)
 
         def planned() -> Plan:
-            again = (
-                f"of a model that is stored by {_in_words(first)}, {'with' if has_gradients else 'without'} gradients"
-            )
+            of = f"of values {stored} and of a model that is stored by {_in_words(first)}"
+            again = f"{of}, {'with' if has_gradients else 'without'} gradients"
+            in_turns = has_gradients and not is_trial
             return self.plans.plan(
-                graph, self.request, lambda: plan_again(graph, self.request, first, has_gradients), again
+                graph, self.request, lambda: plan_again(graph, self.request, first, in_turns, stored), again
             )
 
         plan = from_rank_0(planned)

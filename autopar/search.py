@@ -70,8 +70,12 @@ def _words(plan: Plan) -> str:
     return f"{verdict(plan)}; {speed_of(plan)}; {size(plan.peak_bytes)}{of_budget}"
 
 
-def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool = True) -> Plan:
+def plan_again(
+    graph: Graph, request: Request, first: Plan, has_gradients: bool = True, carried: Mapping[str, str] | None = None
+) -> Plan:
     """A plan of another graph of the same model, with parameters stored as in the first plan.
+
+    So are the inputs that calls have `carried` here, as these shardings say.
 
     Where no plan is found, constraints and preset are dropped, then the budget.
     """
@@ -79,6 +83,7 @@ def plan_again(graph: Graph, request: Request, first: Plan, has_gradients: bool 
     axes = first.mesh.axes
     asked = dict(request.constraints or {})
     stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
+    stored |= {escape(name): f"{text}; *" for name, text in (carried or {}).items()}
     reached = _matching(graph, asked)
     mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
     turns, chunks = _turns_again(graph, request, first) if has_gradients else (1, 1)

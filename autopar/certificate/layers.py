@@ -390,3 +390,32 @@ def _means_of_windows(call: TypedCall) -> Type:
 def _pictures(x: Type, shape: Sequence[int]) -> Type:
     """Images of another size; nothing is known along axes that cut their height or width."""
     return replace(x, dims=(*x.dims[:-2], *plain(shape[-2:]))).opened(axes_of(x.dims[-2:]))
+
+
+@rule("index_copy.default")
+def _rows_written(call: TypedCall) -> Type:
+    """Rows of a tensor with others written at places along a dim, which is whole in both."""
+    x, dim, index, source = call.args[:4]
+    if axes_of(index.dims) or index.sums | index.most:
+        raise Refused(f"places lie as {index}", "every device has to write to all of them")
+    for t in (x, source):
+        needs_whole(t, dim, "writing by place")
+    lost = x.open | index.open | source.open
+    beside = [(d, n) for d, n in enumerate(x.shape) if d != dim % len(x.dims)]
+    dims = [whole(n) for n in x.shape]
+    for d, n in beside:
+        dims[d] = met([x, source], d, len(x.dims), n, lost)
+    return Type(tuple(dims), sums=summed([x, source], "all", lost), open=lost)
+
+
+@rule("index_select.default")
+def _rows_selected(call: TypedCall) -> Type:
+    """Rows at places along a dim, which is whole."""
+    x, dim, index = call.args[:3]
+    needs_whole(x, dim, "reading by place")
+    lost = x.open | index.open
+    if index.sums | index.most:
+        raise Refused(f"places lie as {index}", "they have to be summed before")
+    dims = [without(d, lost) for d in x.dims]
+    dims[dim % len(dims)] = without(index.dims[0], lost) if index.dims else whole(1)
+    return Type(tuple(dims), sums=x.sums - lost, most=x.most - lost, open=lost)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.fx as fx
 
 from autopar.codegen.buffers import buffer_of, is_view
@@ -21,10 +22,11 @@ def write_over(half: Half) -> None:
     before    z = mm(c, w);  r = cross_entropy(z, t, -100, 0.0);  e = cross_entropy_backward(z, d, t, r[1], -100, 0.0)
     after     z = mm(c, w);  r = cross_entropy(z, t, -100, 0.0);  e = cross_entropy_backward_(z, d, t, r[1], -100, 0.0)
 
-    An op of this half must have made that operand, and all its readers must come before and read it at once: a
-    collective that reads it may still be under way.
+    An op of this half must have made that operand, or it is an input whose new value the op makes. All its readers must
+    come before and read it at once: a collective that reads it may still be under way.
     """
-    able = [(n, twin) for n in half.graph.nodes if n.op == "call_function" and (twin := twin_of(n.target)) is not None]
+    calls = [(n, _TWINS.get(n.target) or twin_of(n.target)) for n in half.graph.nodes if n.op == "call_function"]
+    able = [(node, twin) for node, twin in calls if twin is not None]
     if not able:
         return
     place = {node: i for i, node in enumerate(half.graph.nodes)}
@@ -36,8 +38,17 @@ def write_over(half: Half) -> None:
         assert isinstance(operand, fx.Node)
         owner = buffer_of(operand)
         is_read_before = all(place[n] <= place[node] and _reads_at_once(n) for n in read[owner])
-        if _is_made_here(owner) and operand.meta["val"].is_contiguous() and is_read_before:
+        is_free = _is_made_here(owner) or _is_new_value(half, owner, node)
+        if is_free and operand.meta["val"].is_contiguous() and is_read_before:
             node.target = twin
+
+
+_TWINS: dict[Any, OpOverload] = {torch.ops.aten.index_copy.default: torch.ops.aten.index_copy_.default}
+
+
+def _is_new_value(half: Half, owner: fx.Node, node: fx.Node) -> bool:
+    """Whether a node makes the new value of an input that is written to."""
+    return owner.name in half.written and half.leaving[half.written[owner.name]] is node
 
 
 def _reads_at_once(node: fx.Node) -> bool:

@@ -158,6 +158,12 @@ def _travels(plan: Plan, use: Use, conversion: Conversion | None, target: Site) 
             )
     elif conversion is not None and (conversion.gradient is not None or conversion.backward):
         raise BadPlan(f"the plan converts a gradient {what}, and that value has none", at=target.source, advice=_AGAIN)
+    if target.kind == "output" and use.operand > 0 and values(given) != values(taken):
+        raise BadPlan(
+            f"the plan carries {use.target} to the next call otherwise than it came",
+            seen=f"{values(given).text(plan.mesh.axes)} and {values(taken).text(plan.mesh.axes)}",
+            advice=_AGAIN,
+        )
     if conversion is not None:
         _says_the_same(plan, use, conversion, due, target)
     for kind, (leaves, arrives), steps in due:

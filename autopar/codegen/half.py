@@ -37,6 +37,8 @@ class Half:
     recomputed: Recomputed = NOTHING  # nodes that backward recomputes, and the places that want them
     outputs: int | None = None  # number of forward's results that the caller gets; the others are saved
     regrouped: frozenset[str] = frozenset()  # views that change whole shapes, even where shapes of parts stay
+    # placeholders that are written to, each with the place of the output that is its new value
+    written: Mapping[str, int] = field(default_factory=dict)
     # the parameter from which each conversion, cast and view leads that reads nothing else
     ways: Mapping[str, str] = field(default_factory=dict)
 

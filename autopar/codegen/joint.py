@@ -138,7 +138,8 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     if states.turn.in_parts:
         halves = replace(halves, parts=in_two_parts(halves))
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
-    _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, program)
+    written = {joint.primals[place].name: output for place, output in program.written.items()}
+    _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, program, written)
     wait_on_host(halves, states.offloaded)
     return replace(halves, sent=sent)
 
@@ -186,6 +187,7 @@ def _schedule(
     ways: Mapping[str, str],
     recomputed: Recomputed,
     program: LocalProgram,
+    written: Mapping[str, int],
 ) -> None:
     """Move each half's collectives to run beside compute; `reads` is by the names of primals."""
     begun = _begun(halves, reads)
@@ -200,7 +202,7 @@ def _schedule(
     ahead: dict[str, Any] = {"is_backward": False, "regrouped": back["regrouped"]}
     backwards = [halves.backward, halves.hold]
     backwards += [] if halves.parts is None else [halves.parts.inward, halves.parts.weights]
-    parts = [Half(halves.forward, reads, kept=begun, outputs=halves.outputs, **ahead)]
+    parts = [Half(halves.forward, reads, kept=begun, outputs=halves.outputs, written=written, **ahead)]
     parts += [Half(graph, reads, **back) for graph in backwards]
     if halves.beginning is not None:
         in_line = {name: replace(read, beside=(None, None)) for name, read in reads.items()}

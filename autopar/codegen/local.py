@@ -17,6 +17,7 @@ import torch.fx as fx
 from autopar.codegen.forms import form_of
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, from_rows, sharding_of_rows
 from autopar.graph import walks
+from autopar.graph.carried import written_in_place
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name, type_of
 from autopar.letters import BadPlan
 from autopar.ops.entry import Op
@@ -50,6 +51,8 @@ class LocalProgram:
     notes: dict[str, str] = field(default_factory=dict)  # remarks for who reads it, by the names of nodes
     fused: Mapping[str, str] = field(default_factory=dict)  # families of kernels by the results of their groups
     recomputed: frozenset[str] = frozenset()  # the values that the plan recomputes, by their names in the graph
+    # inputs that are written to, by their places, each with the place of the output that is its new value
+    written: Mapping[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return print_program(self)
@@ -58,7 +61,7 @@ class LocalProgram:
     def fingerprint(self) -> tuple[Any, ...]:
         """A key that is equal for programs that compute the same."""
         nodes = ((n.op, n.name, n.target, *about) for n, about in self.recorded)
-        return (*nodes, *self.types.items(), self.inputs, self.parameters, self.buffers)
+        return (*nodes, *self.types.items(), self.inputs, self.parameters, self.buffers, *self.written.items())
 
     @property
     def recorded(self) -> Iterator[tuple[fx.Node, tuple[Any, ...]]]:
@@ -152,7 +155,21 @@ class Localiser:
             {node.name: note for node in self.fx.nodes if (note := self._note(node))},
             fused_in(self.graph, self.plan),
             self.recomputed,
+            self._written(tops["input"], outputs),
         )
+
+    def _written(self, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[int, int]:
+        """Places of the inputs that are written to, each with the place of the output that is its new value.
+
+        Where a conversion stands between them, the op writes to a copy.
+        """
+        made = {old: self.env[op] for op, old in written_in_place(self.graph).items()}
+        found = {}
+        for place, node in enumerate(inputs):
+            op = made.get(node)
+            if op is not None and op in outputs and op.kwargs["input"] is self.env[node]:
+                found[place] = outputs.index(op)
+        return found
 
     def _note(self, node: fx.Node) -> str:
         """A remark why the value is recomputed, or where it waits on the host; empty where it is saved."""

@@ -26,6 +26,7 @@ from autopar.codegen.records import Records
 from autopar.codegen.stage_programs import Crossing, Crossings, StagedProgram, StageProgram, in_stages
 from autopar.codegen.turn_programs import Beginning, Ending, in_parts, lowered_ending
 from autopar.collector import without_collections
+from autopar.graph.carried import brought_by
 from autopar.graph.graph import Graph, info, op_name, type_of
 from autopar.kernels import backend
 from autopar.letters import NotServed
@@ -33,6 +34,7 @@ from autopar.ops.declare import users_rule
 from autopar.passes import run_passes
 from autopar.progress import caution, detail
 from autopar.runtime.collectives import convert
+from autopar.sharding.strategies import values
 from autopar.solver.plan import Plan
 from autopar.space.schedule import schedule_of, travels_alone
 
@@ -212,9 +214,15 @@ def _interface(
     program = programs[0]
     of_rows = sharding_of_rows(rows.axes, plan.mesh) if rows.inputs else None
     arrives: dict[str, Crossing] = {} if stage is None else {crossing.name: crossing for crossing in stage.arrives}
+    brought = {name: values(plan.decisions[name].flows()) for name in brought_by(graph)}
     given = [n for n in program.fx.find_nodes(op="placeholder") if info(n).kind == "input"]
     inputs = [
-        arrives[n.name].value if n.name in arrives else of_rows if info(n).key in rows.inputs else None for n in given
+        arrives[n.name].value
+        if n.name in arrives
+        else of_rows
+        if info(n).key in rows.inputs
+        else brought.get(info(n).key)
+        for n in given
     ]
     stored = [plan.parameters[name] for name in program.parameters]
     primals = (*inputs, *stored, *[None] * len(program.buffers))

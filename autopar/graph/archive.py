@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar import codec
 from autopar.codec import Codec, Write
+from autopar.graph.carried import Carried
 from autopar.graph.kept import NotKept
 from autopar.graph.nodes import Info, Leaf, TensorType, info
 from autopar.letters import BadGraph
@@ -89,7 +90,7 @@ def _spec(spec: pytree.TreeSpec) -> str:
 
 
 def _read_spec(text: str) -> pytree.TreeSpec:
-    """The pytree structure in a text, of plain containers and dataclasses that are already registered.
+    """The pytree structure in a text: plain containers, dataclasses and caches that are registered.
 
     Torch's own reader would import the module that a defaultdict names.
     """
@@ -103,7 +104,7 @@ def _read_spec(text: str) -> pytree.TreeSpec:
             "builtins.list",
             "builtins.dict",
             "collections.OrderedDict",
-        ) and not hasattr(cls, "__dataclass_fields__"):
+        ) and not (hasattr(cls, "__dataclass_fields__") or (isinstance(cls, type) and issubclass(cls, Carried))):
             raise BadGraph(
                 f"a structure of type {kind} is not read",
                 advice="tuples, lists, dicts, and dataclasses whose module is imported",
@@ -116,7 +117,10 @@ def _read_spec(text: str) -> pytree.TreeSpec:
 
 
 # The values of fields that texts of older releases lack.
-_LATER = {"model": "", "sets": (), "backward_from": (), "turns": 1, "in_turns": (), "rows_out": ()}
+_LATER = {"model": "", "sets": (), "backward_from": (), "turns": 1, "in_turns": (), "rows_out": ()} | {
+    "carried": (),
+    "has_gradients": True,
+}
 _WRITES: dict[Any, Write] = {
     "input_spec": _spec,
     "output_spec": _spec,

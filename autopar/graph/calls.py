@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.graph.carried import is_carried
 from autopar.letters import NotCaptured
 
 
@@ -101,7 +102,7 @@ def without_caches(outputs: Any) -> tuple[Any, tuple[str, ...]]:
     dropped: list[str] = []
 
     def is_cache(value: Any) -> bool:
-        return type(value).__name__.endswith("Cache")
+        return type(value).__name__.endswith("Cache") and not is_carried(value)
 
     def drop(value: Any) -> Any:
         if is_cache(value):

@@ -115,6 +115,9 @@ class Graph:
     in_turns: tuple[str, ...] = ()  # inputs of which the graph takes the rows of one micro-batch
     # outputs that hold the rows of one micro-batch, each with the dim of these rows
     rows_out: tuple[tuple[str, int], ...] = ()
+    # outputs that are carried to the next call, each with the input that brought its old value, or ""
+    carried: tuple[tuple[str, str], ...] = ()
+    has_gradients: bool = True  # whether calls have gradients
     idle: tuple[IdleHook, ...] = field(default=(), repr=False)  # calls of hooks that do nothing to it; not written
 
     @property
@@ -187,7 +190,7 @@ class Graph:
         return tuple(
             i
             for i, name in enumerate(self.output_names)
-            if types[i].requires_grad and (loss in (None, i) or name in self.backward_from)
+            if self.has_gradients and types[i].requires_grad and (loss in (None, i) or name in self.backward_from)
         )
 
     @property
@@ -222,6 +225,8 @@ class Graph:
             repr(self.output_names),
             *self.backward_from,
             *map(repr, self.sets),
+            *map(repr, self.carried),
+            *([] if self.has_gradients else ["without gradients"]),
         )
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 

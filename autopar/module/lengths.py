@@ -98,7 +98,7 @@ def _trial(
     leaves, cut = state.of_all(leaves, structure)
     with state.as_before(model):
         call = state.caller.call(leaves, structure)
-        graph, plan = state.replan(model, call, state.first.plan, read, keeps_dropout=False, has_gradients=False)
+        graph, plan = state.replan(model, call, state.first.plan, read, is_trial=True, has_gradients=True)
     lowered = state.lowered(graph, plan, True, state.rows(graph, structure, cut))
     all_ranks_hold("programs", (plan.digest, plan.mesh, lowered.joint.collectives))
     setup = replace(state.setup, how=replace(state.setup.how, backend=None))

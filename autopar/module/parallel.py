@@ -7,15 +7,18 @@ import copy
 import functools
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils.data.distributed import DistributedSampler
 
 from autopar.codegen.halves import Joint
+from autopar.graph.carried import Carried, carried_in, handed_back
 from autopar.graph.graph import Graph, build_outputs, write_updates
 from autopar.letters import BadInput, NotServed
 from autopar.module.lengths import padded
@@ -172,7 +175,7 @@ class ParallelModule(nn.Module):
             hook.run(self, state.hooks)
         left = left_by(self, program, outputs, bucket)
         _watch_beside_the_loss(program.runner.graph, left)
-        return build_outputs(program.runner.graph, left)
+        return handed_back(build_outputs(program.runner.graph, left), (args, kwargs))
 
 
 def called(
@@ -181,15 +184,11 @@ def called(
     """The program of a call, its inputs, and the bucket to which the call was padded, or None."""
     state = model._own
     leaves, structure = state.caller.arguments(args, kwargs)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, DTensor):
-            raise BadInput(
-                f"the input {state.caller.names(structure)[i]} is a DTensor",
-                advice=('x.full_tensor(), or with inputs="local" x.to_local() where it lies as model.input_specs says'),
-            )
+    carries = carried_in((args, kwargs))
+    _refuse_unserved(state, leaves, structure, carries)
     begin_call()
     bucket = None
-    if state.padding is not None:
+    if state.padding is not None and not carries:
         leaves, bucket = padded(state, state.padding, model, leaves, structure)
     program = state.program(model, leaves, structure)
     run_program()
@@ -197,6 +196,27 @@ def called(
     if program.calls < LIMITS.checked_calls:  # looked at while it is new
         state.check(inputs, program)
     return program, inputs, bucket
+
+
+def _refuse_unserved(state: ModelState, leaves: Sequence[Any], structure: Any, carries: Sequence[Carried]) -> None:
+    """Raise for arguments that programs do not take; `carries` are those that calls hand on to each other."""
+    if carries and torch.is_grad_enabled():
+        raise NotServed(
+            f"a cache goes from call to call without gradients, and {state.original.__name__} is called with them",
+            advice="torch.no_grad() around the calls, or use_cache=False",
+        )
+    spread = {id(tensor) for tensor in pytree.tree_leaves(carries)}
+    for i, leaf in enumerate(leaves):
+        if type(leaf).__name__.endswith("Cache"):
+            raise BadInput(
+                f"the input {state.caller.names(structure)[i]} is a {type(leaf).__name__}, whose tensors are whole",
+                advice="model.generate, whose caches are sharded, or such a cache: model.new_cache(length)",
+            )
+        if isinstance(leaf, DTensor) and id(leaf) not in spread:
+            raise BadInput(
+                f"the input {state.caller.names(structure)[i]} is a DTensor",
+                advice=('x.full_tensor(), or with inputs="local" x.to_local() where it lies as model.input_specs says'),
+            )
 
 
 def left_by(model: ParallelModule, program: SituatedProgram, outputs: list[Any], bucket: Bucket | None) -> list[Any]:

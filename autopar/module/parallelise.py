@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -121,7 +122,13 @@ def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
     }
     if hasattr(cls, "save_pretrained"):
         own["save_pretrained"] = _save_pretrained
-    return type(f"Parallel{cls.__name__}", (ParallelModule, cls), own)
+    generating = _generating() if hasattr(cls, "_prepare_cache_for_generation") else ()
+    return type(f"Parallel{cls.__name__}", (ParallelModule, *generating, cls), own)
+
+
+def _generating() -> tuple[type, ...]:
+    """The methods by which transformers' `generate` runs, in a module that imports transformers."""
+    return (importlib.import_module("autopar.module.generating").Generating,)
 
 
 def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:

@@ -108,6 +108,8 @@ def _serves(state: ModelState, program: SituatedProgram, grad: bool) -> bool:
     plan = program.lowered.plan
     if plan.pipeline is not None:
         return program.has_gradients == grad
+    if not program.lowered.graph.has_gradients:
+        return not grad
     if program.has_gradients:
         return grad or plan.microbatches == plan.chunks == 1
     return not grad or plan.peak_bytes <= state.first.plan.budget
@@ -118,5 +120,5 @@ def _captured(state: ModelState, model: nn.Module, call: Call, grad: bool) -> tu
     attributes = state.caller.attributes
     with attributes.reads() as read, state.as_before(model), torch.inference_mode(False), torch.enable_grad():
         # the graph is also that of a later call with gradients
-        graph, plan = state.replan(model, call, state.first.plan, read, keeps_dropout=True, has_gradients=grad)
+        graph, plan = state.replan(model, call, state.first.plan, read, is_trial=False, has_gradients=grad)
     return graph, plan, attributes.sight(read, graph.idle)

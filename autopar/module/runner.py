@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.codegen.accumulated import into_sums, waiting_dtypes
 from autopar.codegen.bound_calls import by_bindings, keep_for_backward
-from autopar.codegen.buffers import is_view
+from autopar.codegen.buffers import buffer_of, is_view
 from autopar.codegen.compiled import compile_between_collectives
 from autopar.codegen.freeing_calls import from_a_list
 from autopar.codegen.halves import Joint, bind
@@ -193,6 +193,19 @@ def _kept_by(joint: Joint) -> set[int]:
     return found
 
 
+def carried_outputs(lowered: Lowered) -> dict[int, int]:
+    """The outputs that calls carry on, each with the input on whose memory forward writes it, or -1."""
+    names = dict(lowered.graph.carried)
+    found = {i: -1 for i, name in enumerate(lowered.graph.output_names) if name in names}
+    forward = lowered.joint.forward
+    given = forward.find_nodes(op="placeholder")
+    results = forward.output_node().args[0]
+    for place, output in lowered.program.written.items():
+        if buffer_of(results[output]) is given[place]:
+            found[output] = place
+    return found
+
+
 def tangents_of(joint: Joint) -> list[TensorForm]:
     """Layouts of the gradients that arrive at the outputs of a program."""
     results = list(joint.forward.output_node().args[0])
@@ -238,6 +251,7 @@ class Runner:
         self.differentiable = lowered.joint.differentiable
         self.shardings = lowered.program.outputs
         self.tangents = tangents_of(lowered.joint)
+        self.carried = carried_outputs(lowered)  # outputs that are carried -> inputs that they lie on, or -1
         self.backwards = 0  # number of backwards checked
 
     @property
@@ -344,7 +358,9 @@ class Runner:
         outputs = EmittedStep.apply(self, *inputs, *parameters, *buffers, *key)
         count = len(self.graph.output_names)
         shardings = self.shardings[:count]
-        kept = [self._left(i, *both) for i, both in enumerate(zip(outputs[:count], shardings, strict=True))]
+        there = {output: inputs[place] for output, place in self.carried.items() if place >= 0}
+        every = zip(outputs[:count], shardings, strict=True)
+        kept = [there[i] if i in there else self._left(i, *both) for i, both in enumerate(every)]
         return kept, outputs[count:]
 
     def _left(self, place: int, output: Tensor, sharding: Sharding) -> Tensor:
@@ -352,6 +368,8 @@ class Runner:
         how = self.setup.how
         whole = info(self.graph.output).outputs[place]
         is_cut = any(not p.is_replicated for p in sharding.placements)
+        if place in self.carried:
+            return dtensor_of(output.contiguous(), self.setup.mesh, sharding, whole.shape)
         if not is_cut and not (how.outputs == "sharded" and whole.shape):
             return output
         # a gradient that arrives at it, beside a loss, is an error

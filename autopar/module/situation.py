@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import Call, learn_dataclasses
@@ -32,7 +33,8 @@ _SAID = (int, float, str, bool, bytes, complex, torch.dtype, torch.device, enum.
 class Situation:
     """Everything of a call that its graph depends on."""
 
-    leaves: tuple[Any, ...]  # a tensor as shape, dtype and whether it wants a gradient; any other value as itself
+    # A tensor as shape, dtype, whether it wants a gradient and, of a DTensor, its placements; others as themselves.
+    leaves: tuple[Any, ...]
     structure: pytree.TreeSpec
     modes: tuple[bool, ...]  # whether each module is in training
     trained: tuple[bool, ...]  # whether each parameter wants a gradient
@@ -42,7 +44,7 @@ class Situation:
     @property
     def wants_gradients(self) -> bool:
         """Whether a parameter or an input wants a gradient."""
-        return any(self.trained) or any(len(leaf) == 3 and leaf[2] for leaf in self.leaves)
+        return any(self.trained) or any(len(leaf) > 2 and leaf[2] for leaf in self.leaves)
 
     def but_for(self, said: int) -> Situation:
         """This situation with the modules in another state."""
@@ -132,7 +134,8 @@ class Caller:
         seen: list[tuple[Any, ...]] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                seen.append((leaf.shape, leaf.dtype, grad and leaf.requires_grad))
+                lies = (leaf.placements,) if isinstance(leaf, DTensor) else ()
+                seen.append((leaf.shape, leaf.dtype, grad and leaf.requires_grad, *lies))
             else:
                 seen.append(_said(leaf))
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -212,5 +215,5 @@ def _said(value: Any) -> tuple[type, Any]:
         raise BadInput(
             f"an argument is a {type(value).__name__}, of which cannot be said whether it is the same in the next call",
             seen=f"{type(e).__name__}: {e}",
-            advice="tensors, numbers, text, and what can be pickled; to generate with a cache: autopar.gather(model)",
+            advice="tensors, numbers, text, and what can be pickled",
         ) from e

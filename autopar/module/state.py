@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, Parts
 from autopar.codegen.lower import Lowered, lower
@@ -45,13 +46,16 @@ def _drawn_into(drawn: list[int]) -> int:
 
 
 class Replan(Protocol):
-    """Traces the model on a call, and plans that like its first plan: on rank 0 for all ranks."""
+    """Traces the model on a call, and plans that like its first plan: on rank 0 for all ranks.
+
+    A trial is of a call without dropout, whose batch passes at once.
+    """
 
     @property
     def programs(self) -> Known: ...
 
     def __call__(
-        self, model: nn.Module, call: Call, first: Plan, reads: Reads, *, keeps_dropout: bool, has_gradients: bool
+        self, model: nn.Module, call: Call, first: Plan, reads: Reads, *, is_trial: bool, has_gradients: bool
     ) -> tuple[Graph, Plan]: ...
 
 
@@ -107,6 +111,7 @@ class ModelState:
         self.made = 0  # how many programs there have been
         self.parts: Parts | None = None  # the ranks' own rows, for inputs="local"
         self.padding: Padding | None = None  # lengths and kinds of calls, for pad_to=
+        self.cache_length = 0  # tokens of the longest cache of `generate`
 
     def program(self, model: nn.Module, leaves: list[Any], structure: Any) -> SituatedProgram:
         """The program for this call: a known one, or a new one."""
@@ -197,7 +202,8 @@ class ModelState:
     def check(self, inputs: list[Tensor], program: SituatedProgram) -> None:
         """Check that all ranks hold the same batch."""
         if self.parts is None:
-            all_ranks_hold("input values", inputs, _ONE_BATCH)
+            whole = [x for x in inputs if not isinstance(x, DTensor)]
+            all_ranks_hold("input values", whole, _ONE_BATCH)
         else:
             self.parts.all_hold(
                 dict(zip(program.lowered.graph.inputs, inputs, strict=True)), program.lowered.rows.inputs

@@ -37,7 +37,13 @@ if TYPE_CHECKING:
 VERSION = 4  # version of the data of `to_dict`; a file has that of `folding.py`
 _READ = (3, VERSION)  # a plan of version 3 recomputes nothing
 # Numbers of operands and outputs of the kinds of sites that have fixed ones.
-_ARITIES = {"parameter": (0, 1), "buffer": (0, 1), "input": (0, 1), "output": (1, 0), "update": (1, 0)}
+_ARITIES = {
+    "parameter": ((0, 1),),
+    "buffer": ((0, 1),),
+    "input": ((0, 1),),
+    "output": ((1, 0), (2, 0)),  # the second operand of what calls carry on is its old value
+    "update": ((1, 0),),
+}
 # The attributes of a plan that are in its file, in their order; _READS and _WRITES are of those whose types do not say
 # how.
 _KEYS = (
@@ -272,7 +278,7 @@ def _refuse_decision(name: str, decision: Decision, mesh: DeviceMesh) -> None:
     if kind != "op" and kind not in _ARITIES:
         raise BadPlan(f"the plan decides for {name}, a {kind}", seen=f"known: op, {', '.join(_ARITIES)}")
     arities = {(len(s.operands), len(s.outputs)) for s in strategies}
-    fits = arities == {_ARITIES[kind]} if kind in _ARITIES else all(outputs for _, outputs in arities)
+    fits = arities <= set(_ARITIES[kind]) if kind in _ARITIES else all(outputs for _, outputs in arities)
     if len(arities) > 1 or not fits:
         raise BadPlan(
             f"the plan gives {name}, {'an op' if kind == 'op' else f'a {kind}'}, strategies of another number of "

@@ -6,6 +6,7 @@ Edges that are alike share their tables.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,6 +50,7 @@ class _Cargo(NamedTuple):
     chunks: int  # conversions in each pass: as often as its op runs
     is_before: bool  # whether it is made, or read, before the first micro-batch of a call
     habits: tuple[tuple[int, str], ...]  # habits of a preset that bind its reader
+    is_fixed: bool  # whether it is taken as it lies: the old value of what a call carries on
 
     @property
     def is_parameter(self) -> bool:
@@ -96,6 +98,7 @@ class EdgeBuilder:
                 source, port = source_of(value)
                 given = _End(index[source], drafts[source].site, port)
                 cargo = self._cargo(value, draft.operands[i], draft.site.op, taker)
+                cargo = cargo._replace(is_fixed=draft.site.kind == "output" and i > 0)
                 edges.append(self._edge(given, _End(index[key], draft.site, i), cargo))
                 carried.append(value)
                 takers.append(taker)
@@ -124,6 +127,7 @@ class EdgeBuilder:
             info(value).chunks,
             not self.parameters.computed.isdisjoint((value, taker)),
             self._habits_of(reader),
+            is_fixed=False,
         )
 
     def _habits_of(self, reader: str) -> tuple[tuple[int, str], ...]:
@@ -215,6 +219,10 @@ class EdgeBuilder:
         table = (cargo.ahead or self.conversions).table(
             type_.shape, type_.itemsize, [values(f) for f in given], [values(f) for f in taken]
         )
+        if cargo.is_fixed:
+            pairs = itertools.product(map(values, given), map(values, taken))
+            is_same = np.array([one == other for one, other in pairs]).reshape(len(given), len(taken))
+            return np.where(is_same, 0.0, np.inf)
         return table if cargo.is_parameter else np.where(self._against_habit(given, taken, cargo), np.inf, table)
 
     def _backward(self, given: Sequence[Flows], taken: Sequence[Flows], cargo: _Cargo) -> tuple[np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ class Limits:
         1e-3  # relative tolerance for numbers of the size of 1e4 and 1e-3. Chosen: functions amplify.
     )
     coarse: float = 0.25  # relative tolerance of floats with a mantissa of two or three bits. Chosen.
+    carried_dims: int = 2  # first dims by which values are cut that calls carry on: rows, and heads or channels
     # Granite of two layers on (2,) at .4 of its peak took 3.39 ms without it, and takes 1.37 ms (design 041).
     small: float = 2**-10  # share of the peak; larger values may be recomputed even below `timeline.SMALL`
 

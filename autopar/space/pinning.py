@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.fx as fx
 
+from autopar.graph.carried import brought_by
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadConstraint, BadPreset
 from autopar.once import Once
@@ -36,6 +37,7 @@ class Pinning:
         self.graph = graph
         self.axes = mesh.axes
         self.mesh = mesh
+        self.brought = brought_by(graph)
         self.constraints = constraints
         self.last = _last_of_modules(graph, bindings)  # the value that each module gives, by path
         self.paths: dict[fx.Node, list[str]] = {}  # the modules that give each value
@@ -56,7 +58,10 @@ class Pinning:
                 self._admit(draft, 0, pins.use)
                 continue
             used = uses.get(key, [])
-            if draft.site.kind == "parameter":
+            if draft.site.name in self.brought:
+                if pins.is_about_storage:
+                    self._admit(draft, None, pins.storage)
+            elif draft.site.kind == "parameter":
                 self._pin_parameter(draft, used, pins)
                 used = _uses_of_parameter(used, uses)
                 if self.constraints.ways:  # Sinks are cut as the heads of their attention, which has a way to keep to.
@@ -79,7 +84,7 @@ class Pinning:
             paths = self.paths.get(key, ())
             return self.constraints.of(*paths, is_module=True) if paths else None
         names = info(key).names or (site.name,)
-        return self.constraints.of(*names, is_parameter=site.kind == "parameter")
+        return self.constraints.of(*names, is_parameter=site.kind == "parameter" or site.name in self.brought)
 
     def _pin_parameter(self, draft: Draft, uses: Sequence[_Taker], pins: Pins) -> None:
         """Pin the storage of a parameter, and its policies.

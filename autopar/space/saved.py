@@ -22,6 +22,7 @@ import torch.fx as fx
 
 from autopar.graph import walks
 from autopar.graph.blocks import calls
+from autopar.graph.carried import written_in_place
 from autopar.graph.graph import Graph, call_of, info, op_name, run, type_of
 from autopar.graph.nodes import is_value, tensor_operands, wants_gradient
 from autopar.ops.entry import Line, facts_of
@@ -171,6 +172,7 @@ def layouts(graph: Graph, kind: str) -> tuple[dict[fx.Node, int], set[fx.Node], 
     it, where a view is a view.
     """
     kinds = calls(graph)
+    over = written_in_place(graph)
     shapes: dict[Any, torch.Tensor] = {}  # one meta tensor for each type and strides
     # The results of a kind of call on such tensors, each with the index of the operand whose memory it shares; a
     # negative number stands for memory of its own.
@@ -197,6 +199,8 @@ def layouts(graph: Graph, kind: str) -> tuple[dict[fx.Node, int], set[fx.Node], 
                 before = [held[n][0][1] for n in operands]
                 fresh: dict[int, int] = {}  # results may share a memory of their own
                 held[node] = [(t, before[at] if at >= 0 else fresh.setdefault(at, next(count))) for t, at in ran[key]]
+                if node in over:
+                    held[node] = [(held[node][0][0], held[over[node]][0][1])]
     single = {n for n in held if not walks.parts(n)}  # an op with several outputs has no memory itself
     memories = {n: held[n][0][1] if n in single else next(count) for n in graph.nodes}
     return memories, {n for n in single if not held[n][0][0].is_contiguous()}, {n: held[n][0][0] for n in single}

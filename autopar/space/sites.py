@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch.fx as fx
 
+from autopar.graph.carried import brought_by
 from autopar.graph.graph import Graph, TensorType, info, op_name, type_of, typed
 from autopar.graph.nodes import WrittenCall, wants_gradient
 from autopar.once import Once
@@ -27,6 +28,7 @@ from autopar.sharding.strategies import (
     values,
 )
 from autopar.space.bindings import Bindings
+from autopar.space.carried_values import choices_of_carried
 from autopar.space.chosen import Chosen
 from autopar.space.dim_blocks import DimBlocks, Sizes
 from autopar.space.discovery import suspected
@@ -73,6 +75,8 @@ class SiteBuilder:
         self._crossed, self._known = shared.choices, shared.sites
         self.once = Once()  # shared tables of parameters with storage policies
         self.on_host = StatesOnHost.of(graph, setting)
+        self.brought = brought_by(graph)
+        self.before = {name: graph.inputs[given] for given, name in self.brought.items()}
 
     def drafts(self) -> dict[SiteKey, Draft]:
         """All sites with their legal choices, before anything is pinned."""
@@ -82,6 +86,8 @@ class SiteBuilder:
         about = info(node)
         if about.kind == "parameter":
             yield node, Draft(self._parameter(node))
+        elif about.key in self.brought:
+            yield node, Draft(self._carried(about.key, "input", type_of(node), 0))
         elif about.kind in ("input", "buffer"):
             whole = self._cross((Strategy((), (flow(R),)),), {})
             yield node, Draft(Site(about.key, about.kind, about.kind, whole, np.zeros(1), outputs=_told(about.outputs)))
@@ -92,7 +98,10 @@ class SiteBuilder:
                 name, type_ = self.graph.result_names[i], about.outputs[i]
                 # an output beside a loss leaves without a gradient
                 arrives = replace(type_, requires_grad=i in self.differentiable)
-                yield (node, i), Draft(self._output(i, name, type_), (source,), (arrives,))
+                before = self.before.get(name)  # the value that it replaces, which lies as it does
+                old = () if before is None else (before,)
+                site = self._output(i, name, type_)
+                yield (node, i), Draft(site, (source, *old), (arrives, *map(type_of, old)))
 
     def _cross(self, per_axis: tuple[Strategy, ...], sizes: dict[str, int]) -> tuple[Choice, ...]:
         key = (per_axis, tuple(s.cut for s in per_axis), tuple(sizes.items()))
@@ -157,6 +166,8 @@ class SiteBuilder:
         Outputs at which gradients arrive leave whole, and without a loss all do. Others may leave as they lie.
         """
         changes = i >= len(self.graph.output_names)  # the new value of a buffer, which is whole everywhere
+        if not changes and name in dict(self.graph.carried):
+            return self._carried(f"out.{name}", "output", type_, 1 + (name in self.before))
         free = self.graph.loss is not None and i not in (self.graph.loss, *self.differentiable) and not changes
         stored = storage_strategies(type_.shape) if free else storage_strategies(())
         choices = self._cross(tuple(Strategy(s.outputs, (), s.cut) for s in stored), _sizes(type_))
@@ -171,6 +182,14 @@ class SiteBuilder:
             priced_by=MEASURED if taken else "",
             outputs=_told((type_,)),
         )
+
+    def _carried(self, name: str, kind: str, type_: TensorType, operands: int) -> Site:
+        """The site of a value that one call leaves for the next, as it comes or leaves."""
+        key = ("carried", kind, type_, operands)
+        if key not in self._known:
+            choices = choices_of_carried(type_.shape, self.setting.mesh, operands)
+            self._known[key] = Site(name, kind, kind, choices, np.zeros(len(choices)), outputs=_told((type_,)))
+        return replace(self._known[key], name=name)
 
     def _op(self, node: fx.Node) -> Draft:
         about, operands = info(node), self.bindings.tensors[node]

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import Call, as_call, leaf_names, learn_dataclasses, output_names, without_caches
+from autopar.graph.carried import pairs_of, places_in
 from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.letters import AutoparError, NotCaptured
 from autopar.ops.experts import assumed_imbalance
@@ -178,13 +179,22 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
     names = output_names(outputs, call.loss is not None)
     named = [n for n, leaf in zip(names, output_leaves, strict=True) if isinstance(leaf, Tensor)]
     places = iter(range(len(tensors)))
+    outputs_called = [recorder.names.apart("output", name, "out.") for name in named]
+    of_inputs = zip(input_leaves, places_in((call.args, call.kwargs)), strict=True)
+    inputs_called = {str(node.target): info(node).key for node in recorder.program.inputs()}
+    of_outputs = [p for p, leaf in zip(places_in(outputs), output_leaves, strict=True) if isinstance(leaf, Tensor)]
+    carried = pairs_of(
+        [(inputs_called[str(leaf)], place) for leaf, place in of_inputs if place],
+        list(zip(outputs_called, of_outputs, strict=True)),
+    )
     return Graph(
         recorder.program.graph,
         input_spec,
         tuple(input_leaves),
         output_spec,
         tuple(Leaf(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in output_leaves),
-        tuple(recorder.names.apart("output", name, "out.") for name in named),
+        tuple(outputs_called),
+        carried=carried,
         updates=tuple((kind, name) for kind, name, _ in updates),
         assumptions=tuple(dict.fromkeys((*dropped, *recorder.assumptions.lines))),
         training=call.root.training,

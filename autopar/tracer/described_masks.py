@@ -128,7 +128,8 @@ def described(asked: Mapping[str, Any]) -> DescribedMask:
     if counts is not None and tuple(counts.shape) != (asked["batch_size"], keys):
         raise NotDescribed(f"the attention mask has the shape {tuple(counts.shape)}")
     offsets = asked.get("q_offset", 0), asked.get("kv_offset", 0)
-    if terms.go_by_place() and (offsets != (0, 0) or queries != keys):
+    is_behind = any(isinstance(offset, Tensor) or offset != 0 for offset in offsets)
+    if terms.go_by_place() and (is_behind or queries != keys):
         raise NotDescribed("queries follow keys of a cache")
     chunk, documents = _chunks(terms, counts, keys)
     sees = Sees(left=_within(terms.left, keys), right=_within(terms.right, keys), chunk=chunk)

@@ -1,0 +1,167 @@
+"""`generate` of a parallel model of transformers: its own loop, with caches that programs carry on.
+
+rank 0's generator   draws for all ranks, whose logits are equal, so that all go on with the same tokens
+caches               hold as many tokens as the longest call so far needed, rounded up as `pad_to` says
+prompts              are padded behind their end as `pad_to` says: what is written there is masked out, and later
+                     tokens write over it
+encoders             run in the first call, with the decoder
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput
+
+from autopar.letters import NotServed
+from autopar.module.caches import CarriedCache, CarriedPair
+from autopar.module.state import ModelState
+from autopar.runtime.world import exchanged, from_rank_0, numbers_of
+
+# The argument of models that is the cache, whose name changed in transformers 5.
+_CACHE = "cache" if "cache" in GenerationMixin.prepare_inputs_for_generation.__annotations__ else "past_key_values"
+
+
+class _ToEncode(dict[str, Any]):
+    """Arguments of an encoder."""
+
+
+class Generating(GenerationMixin):
+    """Methods of a parallel model that transformers' `generate` calls, before the model's own."""
+
+    config: Any
+    main_input_name: str
+    _own: ModelState
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with _drawing_as_rank_0(self._own.setup.device):
+            return super().generate(*args, **kwargs)
+
+    def new_cache(self, length: int) -> CarriedCache | CarriedPair:
+        """An empty cache for at least `length` tokens, to be passed to calls under `torch.no_grad()`.
+
+        A cache that is no longer than those before needs no new programs.
+        """
+        state = self._own
+        if state.setup.stages is not None:
+            raise NotServed(
+                f"a cache for {state.original.__name__}, whose stages are on different devices",
+                advice="generate(..., use_cache=False), or autopar.gather(model)",
+            )
+        if state.parts is not None:
+            raise NotServed(
+                f'a cache for {state.original.__name__}, of which each rank passes its own rows: inputs="local"',
+                advice='inputs="global", or autopar.gather(model)',
+            )
+        to = state.setup.how.pad_to or 1
+        state.cache_length = max(state.cache_length, -(-length // to) * to)
+        return CarriedCache.of(self.config.get_text_config(decoder=True), state.cache_length)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        """Give the calls an empty cache, where they are to have one."""
+        if generation_config.use_cache is not False and model_kwargs.get(_CACHE) is None:
+            model_kwargs[_CACHE] = self.new_cache(max_cache_length)
+
+    def _prepare_text_encoder_decoder_kwargs_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str | None, generation_config: Any
+    ) -> dict[str, Any]:
+        """Leave the encoder to the first call: a part of a parallel model does not run by itself."""
+        name = model_input_name or self.main_input_name
+        return {**model_kwargs, "encoder_outputs": _ToEncode({name: inputs_tensor})}
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        if isinstance(inputs.get("encoder_outputs"), _ToEncode):
+            inputs |= inputs.pop("encoder_outputs")
+        to = self._own.setup.how.pad_to
+        return inputs if to is None else _padded(inputs, to)
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        if isinstance(updated.get("encoder_outputs"), _ToEncode):
+            updated["encoder_outputs"] = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
+        return updated
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Programs are compiled where autoparallelize is told to."""
+        return False
+
+
+@contextlib.contextmanager
+def _drawing_as_rank_0(device: torch.device) -> Iterator[None]:
+    """Inside the block torch's generators draw on every rank as on rank 0.
+
+    Where all ranks have one state, it stays theirs; where they differ, the other ranks get their own back.
+    """
+    states = _generators(device)
+    everyone = exchanged(numbers_of(states), device)
+    if all(theirs == everyone[0] for theirs in everyone):
+        yield
+        return
+    is_first = numbers_of(states) == everyone[0]
+    _set_generators(device, from_rank_0(lambda: _generators(device)))
+    try:
+        yield
+    finally:
+        if not is_first:
+            _set_generators(device, states)
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *of_device]
+
+
+def _set_generators(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+_OF_TOKENS = ("input_ids", "position_ids", "attention_mask")  # arguments that have a value for each token
+
+
+def _padded(inputs: dict[str, Any], to: int) -> dict[str, Any]:
+    """The arguments of the first call of a decoder, padded behind the prompt to a multiple of `to`.
+
+    Other calls stay as they are, and so do those with tensors that are not known here.
+    """
+    cache = inputs.get(_CACHE)
+    ids = inputs.get("input_ids")
+    others = {name: value for name, value in inputs.items() if name not in (*_OF_TOKENS, _CACHE)}
+    if not isinstance(cache, CarriedCache) or cache.get_seq_length() or not isinstance(ids, Tensor):
+        return inputs
+    if inputs.get("logits_to_keep") != 1 or any(isinstance(x, Tensor) for x in others.values()):
+        return inputs
+    count = ids.shape[1]
+    more = -count % to
+    if not more or count + more > cache.most:
+        return inputs
+    padded = dict(inputs)
+    for name in _OF_TOKENS:
+        padded[name] = pytree.tree_map_only(Tensor, lambda x: _longer(x, count, more), inputs.get(name))
+    padded["logits_to_keep"] = torch.tensor([count - 1], device=ids.device)
+    cache.real = count
+    return padded
+
+
+def _longer(x: Tensor, count: int, more: int) -> Tensor:
+    """A tensor of ids, positions, or masks of queries by keys, with values for `more` tokens behind.
+
+    Their keys are masked out for the others; they see what the last token sees, since to see nothing is no number.
+    """
+    if x.dim() < 4:
+        return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], more)], -1)
+    x = F.pad(x, (0, more))
+    return torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], more, x.shape[-1])], -2)
