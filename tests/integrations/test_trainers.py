@@ -195,3 +195,37 @@ def test_training_in_stages_is_that_of_one_device_and_goes_on_there(tmp_path):
     assert found[1] == other[1]
     back = on_processes(1, of_transformers, two + "1", how, f"{two}/checkpoint-3")[0]
     check_alike(back, right)
+
+
+def of_evaluations(rank, ranks, kind, folder):
+    """The losses of evaluations between steps, and the tokens that the model draws and finds best in each."""
+    import transformers
+
+    from autopar.integrations import huggingface
+
+    class Generates(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, model=None, **how):
+            ids = torch.arange(1, 9).reshape(2, 4)
+            how = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
+            tokens.append(model.eval().generate(ids, do_sample=False, **how))
+            torch.manual_seed(state.global_step)
+            tokens.append(model.generate(ids, do_sample=True, temperature=2.0, **how))
+
+    tokens = []
+    as_torchrun(rank, ranks)
+    of = transformers.Trainer if kind == "transformers" else huggingface.Trainer
+    how = {"eval_strategy": "steps", "eval_steps": 3}
+    planning = {} if kind == "transformers" else {"planning": {"parallel": "zero3", "cluster": "generic"}}
+    trainer = made(of, folder, ranks, how, callbacks=[Generates()], **planning)
+    trainer.train()
+    return [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line], tokens
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_evaluations_generate(tmp_path):
+    """In a callback between steps of training, which goes on as if nothing had been generated."""
+    losses, right = on_processes(1, of_evaluations, 1, "transformers", str(tmp_path / "one"))[0]
+    for found, tokens in on_processes(2, of_evaluations, 2, "ours", str(tmp_path / "two"), timeout_s=200):
+        assert found == pytest.approx(losses, rel=1e-4) and len(found) == 2
+        assert all(map(torch.equal, tokens, right)) and len(tokens) == 4
