@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from autopar.graph.calls import as_call, learn_dataclasses
 from autopar.graph.idle import HELD_BY
 from autopar.module.attributes import are_settings, can_be_noted, reads_by_itself
+from autopar.module.limits import LIMITS
 from autopar.tracer.contents import OF_TORCH, dict_of
 
 
@@ -95,7 +96,10 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
 
 def text_of(value: Any) -> str:
     """A value as text, with what it holds; each object stands once."""
-    return _text(value, {})
+    try:
+        return _text(value, {})
+    except RecursionError:
+        return f"{_name_of(type(value))} at {id(value):#x}"  # It is like no other, and nothing is kept for it.
 
 
 def _text(value: Any, seen: dict[int, Any]) -> str:
@@ -107,11 +111,15 @@ def _text(value: Any, seen: dict[int, Any]) -> str:
         return value.type  # Ranks have devices of their own.
     if isinstance(value, type):
         return _name_of(value)
+    if isinstance(value, types.ModuleType):
+        return f"module {value.__name__}"
     if isinstance(value, np.ndarray):
         return f"array {value.shape} {value.dtype} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if id(value) in seen:
         return f"{_name_of(type(value))} again"
     seen[id(value)] = value  # It has to live, or another would get its id.
+    if len(seen) > LIMITS.objects:
+        raise RecursionError(f"more than {LIMITS.objects} objects are behind a value")
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return _function(value, seen)
     return _structure(value, seen)
@@ -128,7 +136,7 @@ def _structure(value: Any, seen: dict[int, Any]) -> str:
     """A container or an object by its type and what it holds."""
     kind = _name_of(type(value))
     if isinstance(value, (set, frozenset)):
-        return f"{kind} {sorted(_text(v, seen) for v in value)}"
+        return f"{kind} {_joined(sorted(_text(v, seen) for v in value))}"
     if isinstance(value, functools.partial):
         return f"{kind} {_several((value.func, *value.args, *value.keywords.items()), seen)}"
     inside: Any = value if isinstance(value, (tuple, list, Mapping)) else dict_of(value)
@@ -139,7 +147,12 @@ def _structure(value: Any, seen: dict[int, Any]) -> str:
 
 
 def _several(values: Iterable[Any], seen: dict[int, Any]) -> str:
-    return str([_text(v, seen) for v in values])
+    return _joined([_text(v, seen) for v in values])
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """Texts as one that tells them apart: each behind its length, for quotes in quotes would double at every level."""
+    return "".join(f"{len(text)}:{text}," for text in texts)
 
 
 def module_name(module: str) -> str:

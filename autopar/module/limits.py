@@ -30,6 +30,7 @@ class Limits:
     states: int = 16  # states of attributes that are remembered; one that comes back later counts as new
     noise: float = 1e-2  # share of all gradients under which one is rounding, such as that of a key's bias
     named: int = 4  # modules or parameters that a text names
+    objects: int = 100_000  # objects behind an attribute or a function, above which it has no text that is compared
     watch: WatchLimits = WatchLimits()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from torch import nn
 import autopar
 import autopar.api
 from autopar.codegen import joint
+from autopar.module.likeness import text_of
 from autopar.tracer import ColoTracer
 
 KINDS = ("tanh", "relu", "sigmoid", "sin", "cos")
@@ -159,3 +161,20 @@ def test_families_train_on_ranks_with_other_hash_seeds(tmp_path):
     for lines in said:
         errors = [float(line.split()[1]) for line in lines if line]
         assert len(errors) == 5 and max(errors) < 1e-4, lines
+
+
+def test_what_is_deep_or_large_has_a_text_in_little_time():
+    """Quotes in quotes once doubled at every level, and a module that a function closes over brought all of torch."""
+
+    def nested(depth, of=torch):
+        inner = nested(depth - 1, of) if depth else of
+        return lambda: inner
+
+    text = text_of(nested(60))
+    assert len(text) < 100_000 and text == text_of(nested(60)) and text != text_of(nested(60, math))
+    assert text_of([{"a, b"}, "c"]) != text_of([{"a", "b"}, "c"]) != text_of([{"a", "b", "c"}])
+    long = None
+    for _ in range(10_000):
+        long = [long]
+    many = [[i] for i in range(200_000)]
+    assert all(" at 0x" in text_of(value) for value in (long, many))
