@@ -151,7 +151,10 @@ def _several(values: Iterable[Any], seen: dict[int, Any]) -> str:
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """Texts as one that tells them apart: each behind its length, for quotes in quotes would double at every level."""
+    """Texts as one that tells them apart, each behind its length.
+
+    Quotes around quotes would double what they hold at every level.
+    """
     return "".join(f"{len(text)}:{text}," for text in texts)
 
 
