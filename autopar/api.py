@@ -285,7 +285,7 @@ class _Start:
         """The attributes that a capture has read, and its graph, made here or elsewhere."""
         with reads_of(self.model) as reads:
             graph = captured_at_start(self.model, self.meta_inputs, reads, lambda: self._graph(reads), self.time)
-        self.time.lap("trace")
+        self.time.lap("tracing")
         return reads, graph
 
     def _graph(self, reads: Reads) -> Graph:
@@ -317,7 +317,7 @@ class _Start:
             return self.programs.graph(self.model, batch, self.asked.request, set())
 
         found = from_rank_0(lambda: outputs_of_rows(trace, graph, self.meta_inputs, rows.inputs))
-        self.time.of_all("trace")
+        self.time.of_all("tracing")
         return found
 
 

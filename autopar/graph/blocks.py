@@ -88,7 +88,7 @@ def _given(value: Any, met: dict[fx.Node, int]) -> Any:
     return type(value), repr(value) if isinstance(value, (float, slice)) or value.__hash__ is None else value
 
 
-def _is_fan_out(node: fx.Node) -> bool:
+def is_fan_out(node: fx.Node) -> bool:
     """Whether a node is the identity through which a value with several uses passes.
 
     Such a node is told by these uses.
@@ -101,7 +101,7 @@ def _signature(path: str, nodes: list[fx.Node]) -> Any:
     entering: dict[fx.Node, int] = {}
 
     def where(operand: fx.Node) -> Any:
-        operand = walks.origin(operand, _is_fan_out)
+        operand = walks.origin(operand, is_fan_out)
         if operand in place:
             return ("op", place[operand])
         name = info(operand).key
@@ -124,10 +124,10 @@ def _signature(path: str, nodes: list[fx.Node]) -> Any:
         return (type(value).__name__, repr(value))
 
     def leaves(node: fx.Node) -> bool:
-        return any(not _is_fan_out(user) and user not in place for user in walks.uses(node, is_shared_outside))
+        return any(not is_fan_out(user) and user not in place for user in walks.uses(node, is_shared_outside))
 
     def is_shared_outside(node: fx.Node) -> bool:
-        return _is_fan_out(node) and node not in place
+        return is_fan_out(node) and node not in place
 
     lines = []
     for node in nodes:

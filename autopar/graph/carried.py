@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from autopar.graph import walks
+from autopar.graph.blocks import is_fan_out
 from autopar.graph.nodes import info, op_name
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def written_in_place(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _is_identity(node: fx.Node) -> bool:
-    return node.op == "call_function" and op_name(node) == "identity"
+    return node.op == "call_function" and is_fan_out(node)
 
 
 def _is_only_reader(op: fx.Node, value: fx.Node) -> bool:

@@ -106,7 +106,7 @@ def _text(value: Any, seen: dict[int, Any]) -> str:
     if isinstance(value, (numbers.Number, str, bytes, type(None), torch.dtype, enum.Enum, range)):
         return repr(value)
     if isinstance(value, (Tensor, nn.Module)):
-        return f"tensor {_form(value)}" if isinstance(value, Tensor) else _name_of(type(value))
+        return f"a tensor {_form(value)}" if isinstance(value, Tensor) else _name_of(type(value))
     if isinstance(value, torch.device):
         return value.type  # Ranks have devices of their own.
     if isinstance(value, type):

@@ -10,7 +10,7 @@ import torch
 from autopar.progress import tell
 from autopar.runtime.world import exchanged, plays_several_ranks, rank_here, ranks_can_talk
 
-_STAGES = ("join", "trace", "plan", "lower", "read", "wait", "values")
+_STAGES = ("join", "tracing", "plan", "lower", "read", "wait", "values")
 
 
 class StartTime:

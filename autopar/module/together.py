@@ -96,7 +96,7 @@ def _captured(
         return _Sent(text, why, read, likeness_of(model, meta_inputs), said_of(model, read))
 
     sent = from_rank_0(make)
-    time.of_all("trace")
+    time.of_all("tracing")
     graph = made[0] if made else None
     why = sent.why
     if graph is None and not why:
@@ -107,7 +107,7 @@ def _captured(
         return each(trace if not made else lambda: made[0])
     reads.clear()
     reads.update(sent.reads)
-    time.lap("trace" if made else "read")
+    time.lap("tracing" if made else "read")
     return graph
 
 

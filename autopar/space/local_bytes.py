@@ -131,7 +131,7 @@ class LocalBytes:
 
     def where(self, table: np.ndarray, marks: tuple[bool, ...]) -> np.ndarray:
         """The entries of a table that are marked; 0 instead of others."""
-        return self.once(("where", marks), (table,), lambda: np.where(marks, table, 0.0))
+        return self.once(("marked", marks), (table,), lambda: np.where(marks, table, 0.0))
 
     def copied(self, bytes_: EdgeBytes) -> EdgeBytes:
         """The tables of a value that is not contiguous.
@@ -147,7 +147,7 @@ class LocalBytes:
 
     def is_any(self, table: np.ndarray) -> bool:
         """Whether a table has any entry that is not zero."""
-        return self.once("any", (table,), lambda: bool(table.any()))
+        return self.once("has any", (table,), lambda: bool(table.any()))
 
 
 def _differ(rows: Sequence[Sharding], columns: Sequence[Sharding]) -> np.ndarray:
