@@ -71,6 +71,7 @@ def stopped_and_asked_again(rank, path):
     return first, again, other, said.getvalue()
 
 
+@pytest.mark.nightly
 def test_a_calibration_goes_on_behind_the_stage_that_had_ended(processes, tmp_path):
     path = tmp_path / "here.json.part"
     everyone = processes(2, stopped_and_asked_again, path)

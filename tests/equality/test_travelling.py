@@ -130,6 +130,7 @@ def trained(rank, batch, plans, back, folder):
 
 @pytest.mark.machines
 @pytest.mark.timeout(240)
+@pytest.mark.nightly
 def test_it_trains_with_clipping_and_goes_on_elsewhere(tmp_path):
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     batch = {"x": x, "scores": scores("one first")}

@@ -115,6 +115,7 @@ def test_an_encoder_runs_in_the_first_call(threads):
     assert found[0][1] == 2
 
 
+@pytest.mark.nightly
 def test_windows_slide_and_beams_bring_rows_into_order_that_are_padded_in_front(threads):
     check("gemma3", (2,), "zero3", [{**GREEDY, "attention_mask": PADDED, "num_beams": 2}], threads)
 

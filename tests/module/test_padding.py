@@ -117,7 +117,8 @@ def test_other_lengths_share_programs_and_compute_the_same(build, parallel, mesh
     assert all(on_threads(math.prod(mesh), body))
 
 
-@pytest.mark.parametrize("last", [(9, 14), pytest.param((16, 3), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("last", [(9, 14), (16, 3)])
 def test_two_lengths_at_once(last):
     model = t5()
     with InFloat64():

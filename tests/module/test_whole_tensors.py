@@ -435,6 +435,7 @@ def test_lines_of_a_loop_do_what_they_do_on_one_device(parallel, mesh, threads):
             ).check()
 
 
+@pytest.mark.nightly
 def test_they_do_so_on_processes(processes):
     expected = {name: run(*made(), name) for name in LINES}
     for found in processes(3, on_rank, "zero3", 3):

@@ -58,11 +58,11 @@ MEGATRON = (("parallel", "megatron"),)
 BY_DAY = (
     Pair("wide head", (2, 1), "gpipe"),
     Pair("unet", (4, 1), "zero-bubble"),
-    Pair("wide head", (2, 1), "1f1b", (("chunks", 4),)),
-    Pair("encoder and decoder", (2, 1), "interleaved"),
 )
 PAIRS = (
     *BY_DAY,
+    Pair("wide head", (2, 1), "1f1b", (("chunks", 4),)),
+    Pair("encoder and decoder", (2, 1), "interleaved"),
     *(Pair("decoder", (4, 1), order) for order in ("gpipe", "1f1b", "zero-bubble", "zb-v", "dualpipe-v", "greedy")),
     *(Pair("decoder", (2, 1), order) for order in ("1f1b", "interleaved")),
     *(Pair("decoder", (2, 2), order, MEGATRON) for order in ("gpipe", "zb-v")),

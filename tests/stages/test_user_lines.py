@@ -402,6 +402,7 @@ def of_calls(folder):
     yield "batch norm in four stages", lambda: in_one_turn((4, 1))
 
 
-@pytest.mark.parametrize("run", [of_lines, pytest.param(of_calls, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", [of_lines, of_calls])
 def test_a_line_does_what_it_does_on_one_device(run, tmp_path):
     assert outcome(run, tmp_path) == NONE

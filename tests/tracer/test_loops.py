@@ -356,6 +356,7 @@ for name, more in {
 """
 
 
+@pytest.mark.nightly
 def test_processes_of_other_hash_seeds_hold_one_graph_of_each_family():
     """Families of transformers that walk over `set(config.layer_types)`; ranks of torchrun have other seeds each."""
     running = [

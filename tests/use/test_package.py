@@ -55,6 +55,7 @@ def built(tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly
 def test_a_source_distribution_has_what_the_page_of_the_package_names(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as files:

@@ -51,7 +51,7 @@ def losses(said):
 @pytest.mark.parametrize(
     "fault, ranks, signals",
     [
-        pytest.param("raises", 2, IGNORED, id="raises-2"),
+        pytest.param("raises", 2, IGNORED, id="raises-2", marks=pytest.mark.nightly),
         *(pytest.param(fault, ranks, "", marks=pytest.mark.nightly) for ranks in (2, 4) for fault in FAULTS),
     ],
 )
