@@ -84,6 +84,8 @@ def test_constraints_pin_where_states_lie_and_plans_say_so(tmp_path):
     assert "whose CPUs step it" in head.explain("head.weight")
     with pytest.raises(BadConstraint, match="device or host"):
         planned("inf", constraints={"head.weight": "R; R; kept; end; there"})
+    with pytest.raises(BadConstraint, match=r"those of .* may not lie"):
+        planned("inf", host=0, parallel=None, constraints=head.constraints())
     for wrong in ({"hosted": ["blocks.0/gelu"]}, {"optimizer": "adamw"}):
         with pytest.raises(BadPlan, match="on the host"):
             autopar.Plan.from_dict({**head.to_dict(), **wrong})
