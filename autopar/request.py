@@ -32,7 +32,7 @@ from autopar.arguments import (
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
 from autopar.kernels.measured import taken
-from autopar.letters import BadCluster, NotServed
+from autopar.letters import NotServed
 from autopar.progress import tell
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.costs import STEPS_ON_HOST
@@ -111,17 +111,12 @@ class Request:
         outputs: str | Sequence[str] = "auto",
     ) -> Request:
         """The request that a plan answers, as far as the plan tells."""
-        cluster: str | None = plan.cluster.partition(" ")[0]
-        try:
-            has_host = Cluster.of(cluster).host is not None
-        except BadCluster:  # The file that it was read from is elsewhere.
-            cluster = None
-            has_host = False
+        cluster = Cluster.named_by(plan.cluster)
         return Request(
             mesh=plan.mesh,
-            cluster=cluster,
+            cluster=cluster and plan.cluster.partition(" ")[0],
             memory_budget=None if math.isinf(plan.budget) else plan.budget,
-            host_budget=plan.host_budget if has_host else 0,
+            host_budget=plan.host_budget if cluster and cluster.host else 0,
             optimizer=plan.optimizer,
             precision=Precision(*plan.precision) if plan.precision else None,
             loss=loss,

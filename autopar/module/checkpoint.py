@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from autopar.letters import BadWeights, NotServed
+from autopar.module.storage import Storage
 from autopar.runtime.brief_patches import logged_from
 from autopar.runtime.owned_meshes import far_of
 from autopar.runtime.patches import answer_checkpoints
 from autopar.runtime.private import StridedShard, local_part
-from autopar.sharding.placement import part
+from autopar.sharding.placement import runs
 
 # offsets and sizes in the whole tensor, and slices of the local part
 Rectangle = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
@@ -48,27 +49,15 @@ def is_cut_by_blocks(tensor: DTensor) -> bool:
 def rectangles(tensor: DTensor) -> list[Rectangle]:
     """The whole tensor's rectangles on this rank: offsets, sizes, and slices of the local part."""
     mesh = tensor.device_mesh
-    at = tensor.device_mesh.get_coordinate()
+    at = mesh.get_coordinate()
     if at is None:
         return []
-    # The ranges that this rank holds of each dim, in order.
-    runs: list[list[tuple[int, int]]] = [[(0, size)] for size in tensor.shape]
-    for axis, placement in enumerate(tensor.placements):
-        if not hasattr(placement, "dim"):
-            continue
-        blocks = getattr(placement, "split_factor", 1) if isinstance(placement, StridedShard) else 1
-        cut = []
-        for start, length in runs[placement.dim]:
-            step = length // blocks
-            for b in range(blocks):
-                first, size = part(step, mesh.size(axis), at[axis])
-                cut.append((start + b * step + first, size))
-        runs[placement.dim] = cut
+    runs_here = runs(tensor.shape, Storage.like(tensor).sharding, tuple(mesh.shape), at)
     found: list[Rectangle] = []
-    lies = list(map(_starts, runs))
-    for which in itertools.product(*(range(len(run)) for run in runs)):
-        offsets = tuple(runs[d][i][0] for d, i in enumerate(which))
-        sizes = tuple(runs[d][i][1] for d, i in enumerate(which))
+    lies = list(map(_starts, runs_here))
+    for which in itertools.product(*(range(len(run)) for run in runs_here)):
+        offsets = tuple(runs_here[d][i][0] for d, i in enumerate(which))
+        sizes = tuple(runs_here[d][i][1] for d, i in enumerate(which))
         starts = [lies[d][i] for d, i in enumerate(which)]
         here = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
         found.append((offsets, sizes, here))

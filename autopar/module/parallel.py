@@ -21,6 +21,7 @@ from autopar.codegen.halves import Joint
 from autopar.graph.carried import Carried, carried_in, handed_back
 from autopar.graph.graph import Graph, build_outputs, write_updates
 from autopar.letters import BadInput, NotServed
+from autopar.module.hand_over import HandOver, Placements
 from autopar.module.lengths import padded
 from autopar.module.limits import LIMITS
 from autopar.module.local_outputs import own_rows, rows_of_call
@@ -30,6 +31,8 @@ from autopar.progress import shown, tell
 from autopar.runtime.agreement import begin_call, run_program
 from autopar.runtime.faults import naming_the_lost
 from autopar.runtime.random import RandomState
+from autopar.sharding.cluster import Cluster
+from autopar.sharding.mesh import DeviceMesh
 from autopar.solver.plan import Plan
 
 
@@ -88,6 +91,32 @@ class ParallelModule(nn.Module):
         parts = self._autopar.parts
         count, index = (1, 0) if parts is None else (parts.count, parts.index(dist.get_rank()))
         return DistributedSampler(dataset, count, index, shuffle, seed, drop_last)
+
+    def hand_over(
+        self,
+        mesh: Any = None,
+        placements: Placements = None,
+        *,
+        dtype: torch.dtype | None = None,
+        cluster: Any = None,
+    ) -> HandOver:
+        """Parameters and buffers as (name, DTensor) on another mesh; all ranks iterate together.
+
+        Args:
+            mesh: A DeviceMesh of torch of some ranks of the job, or a mesh of all as `autoparallelize` takes it. None:
+                the mesh of the model.
+            placements: How tensors shall lie, by names or patterns: torch's placements, or text such as "S(0)@tp". A
+                function of name and tensor, or a plan whose parameters lie so. Tensors of which nothing is said are
+                whole on every rank of the mesh.
+            dtype: The dtype in which floating-point tensors are handed over.
+            cluster: The devices and links for the predicted seconds. None: those of the plan, where they are known.
+        """
+        to = self._own.setup.mesh if mesh is None else mesh
+        if not hasattr(to, "device_type"):
+            to = DeviceMesh.of(to).to_torch(self._own.setup.device.type)
+        if cluster is None:
+            cluster = Cluster.named_by(self.plan.cluster)
+        return HandOver(self, to, placements, dtype, Cluster.of(cluster))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ from autopar.runtime.patches import convert_blocks, let_anomalies_be_looked_for,
 from autopar.runtime.world import all_ranks_hold, from_rank_0
 
 M = TypeVar("M", bound=nn.Module)
-_NAMES = ("plan", "graph", "code", "joint", "input_specs", "sampler", "random_state", "no_sync")
+_NAMES = ("plan", "graph", "code", "joint", "input_specs", "sampler", "random_state", "no_sync", "hand_over")
 
 
 def parallelise(

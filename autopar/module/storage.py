@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Storage:
     @staticmethod
     def like(tensor: DTensor) -> Storage:
         """The storage of a tensor that is a DTensor already."""
-        sharding = Sharding(tuple(map(_own_placement, tensor.placements)))
+        sharding = sharding_of(tensor.placements)
         return Storage(tensor.device_mesh, sharding, tuple(tensor.shape), tuple(tensor.stride()))
 
     @property
@@ -90,6 +90,11 @@ class Storage:
         return dtensor_of(local, self.mesh, self.sharding, self.shape, self.stride)
 
 
+def sharding_of(placements: Iterable[Any]) -> Sharding:
+    """The sharding that placements of torch mean."""
+    return Sharding(tuple(map(_own_placement, placements)))
+
+
 def dtensor_of(
     local: Tensor, mesh: Any, sharding: Sharding, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> DTensor:
@@ -102,6 +107,8 @@ def dtensor_of(
     for axes in sharding.cuts.values():
         assert len(axes) == 1 or not any(sharding.placements[a].blocks for a in axes), sharding
     placements = [_torch_placement(p) for p in sharding.placements]
+    if not shape and local.dim():  # Of a rank off the mesh, torch takes the shape () for none, and that of the part.
+        local = local.new_empty(())
     stride = stride or torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
@@ -114,7 +121,6 @@ def _on_mesh(sharding: Sharding, mesh: Any) -> Sharding:
 
 
 def _own_placement(p: Any) -> Placement:
-    """The placement for one of torch's."""
     if isinstance(p, StridedShard):
         return S(p.dim, blocks=(1,) * p.split_factor)
     return S(p.dim) if p.is_shard() else R

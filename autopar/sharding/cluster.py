@@ -280,6 +280,14 @@ class Cluster:
             advice='autopar.Cluster, a name such as "h100-8x4", or the path of a .json profile',
         )
 
+    @staticmethod
+    def named_by(text: str) -> Cluster | None:
+        """The cluster that a plan's text names; None where the file that it was read from is elsewhere."""
+        try:
+            return Cluster.of(text.partition(" ")[0])
+        except BadCluster:
+            return None
+
     def save(self, path: str | Path) -> None:
         """Write the cluster as JSON that `Cluster.of(path)` reads."""
         data = _CODEC.write(self, _KEYS)

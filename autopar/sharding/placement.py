@@ -235,6 +235,25 @@ def part(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
+def runs(
+    size: Sequence[int], sharding: Sharding, mesh: Sequence[int], coordinate: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """For each dim of a tensor the (start, length) ranges that the device at `coordinate` holds, in order."""
+    found = [[(0, n)] for n in size]
+    for dim, axes in sharding.cuts.items():
+        for axis in axes:
+            blocks = sharding.placements[axis].blocks or (1,)
+            cut = []
+            for start, length in found[dim]:
+                for block in blocks:
+                    rows = block * length // sum(blocks)
+                    first, held = part(rows, mesh[axis], coordinate[axis])
+                    cut.append((start + first, held))
+                    start += rows
+            found[dim] = cut
+    return found
+
+
 def local_shape(
     shape: Sequence[int], sharding: Sharding, mesh: DeviceMesh, coordinate: Sequence[int]
 ) -> tuple[int, ...]:
