@@ -128,9 +128,10 @@ def _looked_into(tensor: Any, index: Any, mark: str = "") -> IndexLetters | None
     beside them select before they look up, so a captured graph has none there. A mask stands alone, for all of its
     dims.
     """
-    said = list(index) if isinstance(index, (tuple, list)) else [index]
+    is_one = _lists_places(index) or not isinstance(index, (tuple, list))
+    said = [index] if is_one else list(index)
     tensors = [e for e in said if hasattr(e, "dtype")]
-    if (isinstance(index, list) and not tensors) or not _is_readable(said, tensors):
+    if (isinstance(index, list) and not is_one and not tensors) or not _is_readable(said, tensors):
         return None
     entries = _opened(said, len(tensor.shape))
     left, out, taken = list[str](), list[str](), list[str]()
@@ -138,14 +139,14 @@ def _looked_into(tensor: Any, index: Any, mark: str = "") -> IndexLetters | None
         dim = len(left)
         if e is None:
             out.append(f"new{len(out)}!")
-        elif isinstance(e, slice):
+        elif isinstance(e, (slice, list)):
             left.append(f"a{dim}" if e == slice(None) else f"in{dim}!")
             out.append(f"a{dim}" if e == slice(None) else f"out{dim}!")
         else:
             taken = [f"in{dim + k}!" for k in range(_dims_taken(e))]
             left += taken
     if not tensors:
-        return IndexLetters(left, [()] * len(said), out, "")
+        return IndexLetters(left, [()] * (len(index) if isinstance(index, (tuple, list)) else 1), out, "")
     depth = max(len(e.shape) for e in tensors)
     places = Row(["found!"] if _is_mask(tensors[0]) else [f"i{k}{mark}" for k in range(depth)])
     looked = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice))]
@@ -162,10 +163,22 @@ def _looked_into(tensor: Any, index: Any, mark: str = "") -> IndexLetters | None
 
 
 def _is_readable(index: Sequence[Any], tensors: Sequence[Any]) -> bool:
-    """Whether an index holds ranges, new dims, and either integers or tensors, of which a mask is alone."""
-    if any(isinstance(e, (bool, list, tuple)) or (tensors and isinstance(e, int)) for e in index):
+    """Whether an index holds ranges, new dims, and either integers or tensors, of which a mask is alone.
+
+    In place of these there may be one list of places.
+    """
+    lists = [e for e in index if isinstance(e, (list, tuple))]
+    integers = [e for e in index if isinstance(e, int)]
+    if any(isinstance(e, bool) for e in index) or not all(map(_lists_places, lists)):
+        return False
+    if sum(map(bool, (lists, integers, tensors))) > 1 or len(lists) > 1:
         return False
     return len(tensors) == 1 or not any(map(_is_mask, tensors))
+
+
+def _lists_places(entry: Any) -> bool:
+    """Whether an entry of an index is a list of places, as in x[:, [0, 2]]."""
+    return isinstance(entry, list) and all(isinstance(e, int) and not isinstance(e, bool) for e in entry)
 
 
 def _is_mask(entry: Any) -> bool:

@@ -348,6 +348,8 @@ SAMPLES |= {
         dict(input=normal(6, 5), index=(slice(None), slice(1, None, 2))),
         dict(input=normal(6, 5, 4), index=(..., 2)),
         dict(input=normal(6, 5, 4), index=(None, slice(0, 5, 3), slice(None), 1)),
+        dict(input=normal(6, 5, 4), index=(..., [-2], slice(None))),
+        dict(input=normal(6, 5, 4), index=[3, 0, 3]),
     ],
     "full_like": [dict(input=normal(5, 4), fill_value=2.0)],
     "zeros_like": [dict(input=normal(5, 4))],
