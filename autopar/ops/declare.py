@@ -6,8 +6,10 @@ import os
 import sys
 from typing import Any
 
+import torch
+
 from autopar.letters import BadRule
-from autopar.ops.entry import FACTS, PROVEN, SPELLINGS, Facts, check_marks
+from autopar.ops.entry import FACTS, PROVEN, SPELLINGS, Apply, Facts, check_marks
 from autopar.ops.lookup import own_name
 from autopar.sharding.notation import parse, public_name
 
@@ -19,9 +21,9 @@ def rule(op: Any, text: str, linear: str = "") -> None:
     """Say how `op` may be cut, as in `rule("mm", "m k, k n -> m n", linear="x, y")`.
 
     `docs/rules.md` has the grammar. The op is a name of the vocabulary or one that a graph prints, a custom op's name
-    (`"mylib::scan"`), or torch's function itself. A mark is an obligation: what is cut behind a mask (`~`), reduced
-    inside (`^`) or made here (`*`) needs a local form of the op, which computes something else on a part than on the
-    whole.
+    (`"mylib::scan"`), the class of an autograd.Function, or torch's function itself. A mark is an obligation: what is
+    cut behind a mask (`~`), reduced inside (`^`) or made here (`*`) needs a local form of the op, which computes
+    something else on a part than on the whole.
     """
     name = _name(op)
     said = parse(_text("the rule ", text), _text("linear=", linear))
@@ -58,6 +60,8 @@ def _name(op: Any) -> str:
     if isinstance(op, str) and op:
         space, colons, name = op.partition("::")
         return f"ops.{space}.{name}" + ("" if "." in name else ".default") if colons else op
+    if isinstance(op, type) and issubclass(op, torch.autograd.Function):
+        return Apply(op).__name__
     if callable(op) and type(op).__name__ != "CustomOpDef":
         name = SPELLINGS[op][0].name if op in SPELLINGS else own_name(op)
         return name + ".default" if type(op).__name__ == "OpOverloadPacket" else name

@@ -147,8 +147,7 @@ def _looked_into(tensor: Any, index: Any, mark: str = "") -> IndexLetters | None
             left += taken
     if not tensors:
         return IndexLetters(left, [()] * (len(index) if isinstance(index, (tuple, list)) else 1), out, "")
-    depth = max(len(e.shape) for e in tensors)
-    places = Row(["found!"] if _is_mask(tensors[0]) else [f"i{k}{mark}" for k in range(depth)])
+    places = _found_places(tensors, mark)
     looked = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice))]
     are_neighbours = looked[-1] - looked[0] == len(looked) - 1
     at = looked[0] if are_neighbours else 0
@@ -160,6 +159,14 @@ def _looked_into(tensor: Any, index: Any, mark: str = "") -> IndexLetters | None
         return places.last(entry) if hasattr(entry, "dtype") else ()
 
     return IndexLetters(left, list(map(row, said)), out, tensors[0].dtype)
+
+
+def _found_places(tensors: Sequence[Any], mark: str) -> Row:
+    """Letters of the dims that the tensors of an index have together."""
+    if _is_mask(tensors[0]):
+        return Row(["found!"])
+    depth = max(len(e.shape) for e in tensors)
+    return Row([f"i{k}{mark}" for k in range(depth)])
 
 
 def _is_readable(index: Sequence[Any], tensors: Sequence[Any]) -> bool:

@@ -179,16 +179,18 @@ def answered(function: Any, replacing: Replacing) -> Iterator[None]:
     They hold the function itself, and so does what torch.compile made of it: another attribute of its module would not
     reach them, so its code is replaced. A function that is not of Python, or is made inside another one, stays.
     """
-    if not isinstance(function, types.FunctionType) or function.__closure__:
+    answer = _answer_for(function)
+    if answer is None:
         yield
         return
     code = function.__code__
     defaults = function.__kwdefaults__
-    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    held = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    original = types.FunctionType(code, *held)
     original.__kwdefaults__ = defaults
     original.__annotations__ = function.__annotations__
     function.__kwdefaults__ = {**(defaults or {}), "autopar_answers": replacing(original)}
-    function.__code__ = _answer.__code__
+    function.__code__ = answer.__code__
     try:
         yield
     finally:
@@ -200,9 +202,30 @@ def _answer(*args: Any, autopar_answers: Any, **kwargs: Any) -> Any:
     return autopar_answers(*args, **kwargs)
 
 
+class _Method:
+    """Holds the answer for a method that calls `super()`: its code closes over a class, as its replacement must."""
+
+    @staticmethod
+    def answer(*args: Any, autopar_answers: Any, **kwargs: Any) -> Any:
+        super  # noqa: B018 - the name alone closes over the class
+        return autopar_answers(*args, **kwargs)
+
+
+def _answer_for(function: Any) -> Any:
+    """The function whose code can take the place of this one's, or None."""
+    if not isinstance(function, types.FunctionType):
+        return None
+    return {(): _answer, ("__class__",): _Method.answer}.get(function.__code__.co_freevars)
+
+
 def function_apply(replacing: Replacing) -> contextlib.AbstractContextManager[None]:
-    """Replace `torch.autograd.Function.apply`, whose call no mode of torch sees."""
-    held = vars(torch.autograd.Function)["apply"]  # a classmethod, from torch 2.14 on one of C
+    """Replace `torch.autograd.Function.apply`, whose call no mode of torch sees.
+
+    What `f = MyFunction.apply` holds is reached, too; from torch 2.14 on, where it is a method of C, it is not.
+    """
+    held = vars(torch.autograd.Function)["apply"]
+    if _answer_for(getattr(held, "__func__", None)) is not None:
+        return answered(held.__func__, replacing)
 
     def original(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return held.__get__(None, cls)(*args, **kwargs)

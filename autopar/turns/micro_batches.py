@@ -23,6 +23,7 @@ from autopar.graph.verify import verify
 from autopar.letters import NotServed
 from autopar.ops.entry import OPS
 from autopar.passes import run_passes
+from autopar.sharding.notation import public_name
 from autopar.sharding.placement import P, Placement, R, S, flow
 from autopar.sharding.strategies import Strategy
 from autopar.tracer.passes import drop_dead, one_name_per_fan_out
@@ -157,7 +158,7 @@ class _MicroBatch(Writer):
             f"{op_name(reader)} {self._why_all_rows(reader)}, and a micro-batch has some of them",
             at=info(reader).source,
             seen=f"{node.name}: {type_of(node)}",
-            advice=_AS_A_BATCH,
+            advice=self._said_of_rule(reader) + _AS_A_BATCH,
         )
 
     def _why_all_rows(self, reader: fx.Node) -> str:
@@ -165,9 +166,19 @@ class _MicroBatch(Writer):
         operands = [self.values[n] for n in reader.all_input_nodes]
         if any(value.is_after or value.lies.is_added for value in operands):
             return "takes a sum over all rows of a batch"
-        if reader.op == "call_function" and self.bindings.rules[reader] is None:
+        if self._lacks_rule(reader):
             return "has no sharding rule, so it may look at all rows of a batch"
         return "looks at all rows of a batch"
+
+    def _lacks_rule(self, reader: fx.Node) -> bool:
+        return reader.op == "call_function" and self.bindings.rules[reader] is None
+
+    def _said_of_rule(self, reader: fx.Node) -> str:
+        """The rule with which micro-batches would pass an op that has none, or ""."""
+        if not self._lacks_rule(reader):
+            return ""
+        name = public_name(op_name(reader))
+        return f"autopar.rule({name!r}, LINE), where its rows are computed each by itself: docs/rules.md; or "
 
     # -- outputs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.codegen.lower import lower
-from autopar.letters import BadRule, NotCertified
+from autopar.letters import BadRule, NotCertified, NotServed
 from autopar.ops.declare import WHOLE
 from autopar.ops.entry import FACTS, OPS, SPELLINGS, op
 from autopar.ops.exchange import Exchange
@@ -514,3 +514,25 @@ def test_it_is_refused_where_it_is_lowered_if_it_could_not_be_tried(form, says, 
     with pytest.raises(BadRule, match="sends other messages than its entry says") as letter:
         certified(plan)
     assert letter.value.advice == advice and "/length on 2 devices of devices" in letter.value.seen
+
+
+class Halved(torch.autograd.Function):
+    """Half of a tensor, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+def test_a_function_with_its_own_backward_is_named_by_its_class():
+    how = {"mesh": 2, "loss": lambda out, inputs: out.mean(), "microbatches": 2}
+    batch = (torch.randn(16, 12, 32),)
+    with pytest.raises(NotServed, match=r"autopar.rule\('function tests.ops.test_user_rules.Halved', LINE\)"):
+        autopar.plan(Product("halved", Halved.apply), batch, **how)
+    autopar.rule(Halved, "... -> ...", "x")
+    plan = autopar.plan(Product("halved", Halved.apply), batch, **how)
+    assert plan.microbatches == 2 and not plan.without_rule
