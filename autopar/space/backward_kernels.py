@@ -62,20 +62,40 @@ class Backward:
 
         They are those that a kernel does not find in memory, for the kernel where that leaves the least to count.
         """
-        sizes = {like.place: n for step in self.held for n, like in step if is_read(like)}
+        steps = [_Step.of(step) for step in self.held]
+        sizes = {place: n for step in steps for place, n in step.reads.items()}
         able = self.reads.intersection(able, sizes)
-        best, found = self.most(()), frozenset[int]()
-        for step in self.held:
-            freed = able.difference(like.place for _, like in step if is_read(like))
+        most = {frozenset[int](): self.most(())}
+        best, found = most[frozenset()], frozenset[int]()
+        for step in steps:
+            freed = able.difference(step.reads)
+            if freed not in most:
+                most[freed] = max(other.bytes_without(freed) for other in steps)
             size = sum(sizes[k] for k in freed)
             # a part of them may stay for others: then what is won by the order of kernels is lost
-            if (most := self.most(freed)) - size < best - size / 2 and most - size < best:
-                best, found = most - size, frozenset(freed)
+            if most[freed] - size < best - size / 2 and most[freed] - size < best:
+                best, found = most[freed] - size, freed
         return found
 
     def most(self, freed: Collection[int]) -> int:
         """Bytes while the fullest kernel runs, beside operands that are not freed."""
-        return max(sum(n for n, like in step if not is_read(like) or like.place in freed) for step in self.held)
+        return max(_Step.of(step).bytes_without(freed) for step in self.held)
+
+
+class _Step(NamedTuple):
+    """What is in memory while a kernel runs: operands by place, and the bytes of everything else."""
+
+    reads: Mapping[int, int]
+    others: int
+
+    @staticmethod
+    def of(held: Sequence[Held]) -> _Step:
+        reads = {like.place: n for n, like in held if is_read(like)}
+        return _Step(reads, sum(n for n, like in held if not is_read(like)))
+
+    def bytes_without(self, freed: Collection[int]) -> int:
+        """Bytes beside operands that are not freed."""
+        return self.others + sum(self.reads[k] for k in freed if k in self.reads)
 
 
 def is_read(end: End) -> bool:

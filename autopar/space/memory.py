@@ -237,10 +237,15 @@ class Memory:
             changes["saved activations"][begin] += amount
             changes["saved activations"][last + 1] -= amount
         held = {kind: np.cumsum(change)[:-1] for kind, change in changes.items()}
-        # A workspace below zero takes back what was counted twice: the gradient that a sum hands on to both operands.
-        counted_twice = np.minimum(held["transients"], 0.0)
-        held["gradients of activations"] = held["gradients of activations"] + counted_twice
-        held["transients"] = held["transients"] - counted_twice
+        # A workspace below zero takes back what was counted twice: the gradient that a sum hands on to both operands, or
+        # one that is freed before a backward is fullest, whose memory is that of values that the backward reads.
+        for kind, other in (
+            ("transients", "gradients of activations"),
+            ("gradients of activations", "saved activations"),
+        ):
+            below = np.minimum(held[kind], 0.0)
+            held[kind] = held[kind] - below
+            held[other] = held[other] + below
         places = np.array([edge.place(picked) for edge in edges], int).reshape(-1, 2).T
         held["transients"] = held["transients"] + self.beside(Taken(np.array(picked, int), *places))
         return held
