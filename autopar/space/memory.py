@@ -14,6 +14,7 @@ until backward has ended, which begins at the loss, where there is one. `pieces.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -238,11 +239,8 @@ class Memory:
             changes["saved activations"][last + 1] -= amount
         held = {kind: np.cumsum(change)[:-1] for kind, change in changes.items()}
         # A workspace below zero takes back what was counted twice: the gradient that a sum hands on to both operands, or
-        # one that is freed before a backward is fullest, whose memory is that of values that the backward reads.
-        for kind, other in (
-            ("transients", "gradients of activations"),
-            ("gradients of activations", "saved activations"),
-        ):
+        # one that is gone when a backward is fullest, whose place others have then.
+        for kind, other in itertools.pairwise(("transients", "gradients of activations", "saved activations")):
             below = np.minimum(held[kind], 0.0)
             held[kind] = held[kind] - below
             held[other] = held[other] + below
