@@ -118,7 +118,7 @@ def made(of: ast.ClassDef) -> dict[str, tuple[int, str]]:
     return found
 
 
-@count(8, "classes of more than 15 attributes")
+@count(7, "classes of more than 15 attributes")
 def many_attributes(module: Module) -> Places:
     for c in module.all(ast.ClassDef):
         if len(made(c)) + sum(isinstance(node, ast.AnnAssign) for node in c.body) > 15:
@@ -184,7 +184,7 @@ def constants(module: Module) -> Places:
                 yield node.lineno, ast.unparse(node)[:80]
 
 
-@count(2, "raw replace_all_uses_with")
+@count(1, "raw replace_all_uses_with")
 def raw_replacements(module: Module) -> Places:
     return ((n.lineno, "") for n in module.all(ast.Attribute) if n.attr == "replace_all_uses_with")
 

@@ -87,7 +87,7 @@ def read_instead(node: fx.Node, by: fx.Node, except_for: Container[fx.Node] = ()
     was, now = node.meta.get("val"), by.meta.get("val")
     if isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor):
         assert (was.shape, was.dtype) == (now.shape, now.dtype), (node, by)
-    node.replace_all_uses_with(by, delete_user_cb=lambda user: user not in except_for)
+    walks.hand_readers(node, by, except_for)
 
 
 def numbers_of(steps: Sequence[fx.Node]) -> list[list[object]]:

@@ -24,6 +24,7 @@ class Read:
     beside: tuple[int | None, int | None] = (None, None)
     stays: bool = False  # whether its gathered copy is kept for backward
     is_alone: bool = False  # whether its gradient shares no bucket
+    is_reduced_at_once: bool = False  # whether its gradient never waits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -125,11 +125,9 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     mark_region(joint, program)
     primals = dict(zip(program.parameters, joint.primals[joint.inputs :], strict=False))
     types = dict(zip(program.parameters, list(program.types.values())[joint.inputs :], strict=False))
-    at = {primal: states.reads.get(name) or Read(0, 0, types[name].nbytes) for name, primal in primals.items()}
-    joint.whole = {primal: read.nbytes for primal, read in at.items()}
-    joint.window = {primal: read.window for primal, read in at.items()}
-    joint.alone = {primal for primal, read in at.items() if read.is_alone}
-    joint.reduced_at_once = {primal for name, primal in primals.items() if name in states.scattered}
+    for name, primal in primals.items():
+        read = states.reads.get(name) or Read(0, 0, types[name].nbytes)
+        joint.reads[primal] = replace(read, is_reduced_at_once=name in states.scattered)
     joint.ways = {primal: _way_from(program.fx, place) for place, primal in enumerate(joint.primals)}
     passes = [one for one in joint_passes.PASSES if states.turn.in_parts or one is not part_convolutions]
     run_passes("joint graph", passes, joint, joint_graph.verify, JointGraph.text)
@@ -139,7 +137,9 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
         halves = replace(halves, parts=in_two_parts(halves))
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}
     written = {joint.primals[place].name: output for place, output in program.written.items()}
-    _schedule(halves, {primal.name: read for primal, read in at.items()}, ways, states.recomputed, program, written)
+    _schedule(
+        halves, {primal.name: read for primal, read in joint.reads.items()}, ways, states.recomputed, program, written
+    )
     wait_on_host(halves, states.offloaded)
     return replace(halves, sent=sent)
 

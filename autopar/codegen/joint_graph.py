@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
+
+if TYPE_CHECKING:
+    from autopar.codegen.half import Read
 
 CONVERT = torch.ops.autopar.convert.default
 
@@ -32,12 +36,9 @@ class JointGraph:
     wanted: list[int]  # primals that want a gradient
     differentiable: tuple[int, ...]
     inputs: int  # number of primals that are inputs; their gradients go to the caller only
-    whole: dict[fx.Node, int] = field(default_factory=dict)  # bytes of all parts of each parameter
-    window: dict[fx.Node, int] = field(default_factory=dict)  # the window in which forward first reads each parameter
-    alone: set[fx.Node] = field(default_factory=set)  # parameters whose gradients share no bucket
+    reads: dict[fx.Node, Read] = field(default_factory=dict)  # each parameter's first read in forward
     # Names of the conversions and views through which all readers of a parameter get it.
     ways: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
-    reduced_at_once: set[fx.Node] = field(default_factory=set)  # parameters whose gradients never wait
     held: list[fx.Node | None] = field(default_factory=list)  # values that micro-batches accumulate, one per gradient
     cuts: list[fx.Node | None] = field(default_factory=list)  # the same values before `own_gradients` copies any
 

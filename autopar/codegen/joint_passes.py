@@ -199,7 +199,8 @@ def mark_what_waits(joint: JointGraph) -> None:
     held: list[fx.Node | None] = []
     for i, gradient in zip(joint.wanted, joint.gradients, strict=True):
         cut = gradient if i >= joint.inputs else None
-        for node in _steps_of(joint, i, cut) if joint.primals[i] not in joint.reduced_at_once else ():
+        read = joint.reads.get(joint.primals[i])
+        for node in () if read is not None and read.is_reduced_at_once else _steps_of(joint, i, cut):
             cut = node.args[0] if node.target in _REDUCTIONS else cut
         held.append(cut)
     joint.held = held
@@ -237,9 +238,10 @@ def bucket_gradient_reductions(joint: JointGraph) -> None:
     alone = set[fx.Node]()
     for i, g in zip(joint.wanted, joint.gradients, strict=True):
         if g is not None and i >= joint.inputs:
-            whole[g] = whole.get(g, 0) + joint.whole[joint.primals[i]]
-            window.setdefault(g, joint.window[joint.primals[i]])
-            if joint.primals[i] in joint.alone:
+            read = joint.reads[joint.primals[i]]
+            whole[g] = whole.get(g, 0) + read.nbytes
+            window.setdefault(g, read.window)
+            if read.is_alone:
                 alone.add(g)
     behind = _behind_reductions(joint, whole)
     gradient = {reduction: [reduction, *steps][-1] for reduction, steps in behind.items()}

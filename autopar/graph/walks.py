@@ -6,6 +6,7 @@
     uses             the ops that read a value, itself or in another form
     parts            the results of an op that gives several
     results          the values that any node gives
+    hand_readers     what read a value reads another one
 
 A condition such as `hands_on` says which ops give their operand in another form: views, casts, copies, steps.
 They serve the graph of the model and the emitted ones alike.
@@ -14,7 +15,7 @@ They serve the graph of the model and the emitted ones alike.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch.fx as fx
 
@@ -82,3 +83,8 @@ def operands(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
+
+
+def hand_readers(node: fx.Node, by: fx.Node, except_for: Container[fx.Node] = ()) -> None:
+    """Let all that read `node` read `by`, but for some; whether they may is for the caller to know."""
+    node.replace_all_uses_with(by, delete_user_cb=lambda user: user not in except_for)

@@ -238,8 +238,8 @@ class Memory:
             changes["saved activations"][begin] += amount
             changes["saved activations"][last + 1] -= amount
         held = {kind: np.cumsum(change)[:-1] for kind, change in changes.items()}
-        # A workspace below zero takes back what was counted twice: the gradient that a sum hands on to both operands,
-        # or one that is gone when a backward is fullest.
+        # A workspace below zero takes back what was counted twice: the gradient that a sum hands on to both
+        # operands, or one that is gone when a backward is fullest.
         for kind, other in itertools.pairwise(("transients", "gradients of activations", "saved activations")):
             below = np.minimum(held[kind], 0.0)
             held[kind] = held[kind] - below

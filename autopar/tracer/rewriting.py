@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, fresh_key, info, run, type_of
 from autopar.ops.entry import OPS
 
@@ -51,7 +52,7 @@ def forward_past(node: fx.Node, by: fx.Node, except_for: Collection[fx.Node] = (
     """
     if info(node).outputs != info(by).outputs:
         return False
-    node.replace_all_uses_with(by, delete_user_cb=lambda user: user not in except_for)
+    walks.hand_readers(node, by, except_for)
     return True
 
 
