@@ -20,7 +20,7 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -191,10 +191,11 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
 
         return refused
 
-    before = _outside_states()
+    generators = _generators_near(recorder.root)
+    before = _outside_states(generators)
     with brief_patches.outside_randomness(refusing):
         yield
-        if _outside_states() == before:
+        if _outside_states(generators) == before:
             return
         if not any(t is not threading.current_thread() and not t.daemon for t in threading.enumerate()):
             raise recorder.letter(
@@ -208,7 +209,28 @@ def _no_outside_randomness(recorder: Recorder) -> Iterator[None]:
         )
 
 
-def _outside_states() -> list[Any]:
-    """State of Python's generator, and of numpy's where it is imported."""
+def _generators_near(root: torch.nn.Module) -> list[Any]:
+    """Generators of Python and numpy that modules of a model hold, or the files of their classes."""
     numpy_random = sys.modules.get("numpy.random")
-    return [random.getstate(), *([str(numpy_random.get_state())] if numpy_random is not None else [])]
+    of_numpy = () if numpy_random is None else (numpy_random.Generator, numpy_random.RandomState)
+    holders: dict[int, Any] = {}
+    for module in root.modules():
+        file = sys.modules.get(type(module).__module__)
+        holders |= {id(module): module} if file is None else {id(module): module, id(file): file}
+    held = [value for holder in holders.values() for value in vars(holder).values()]
+    return [value for value in held if isinstance(value, (random.Random, *of_numpy))]
+
+
+def _outside_states(generators: Sequence[Any]) -> list[Any]:
+    """State of Python's generator, of numpy's where it is imported, and of these."""
+    numpy_random = sys.modules.get("numpy.random")
+    found = [random.getstate(), *([str(numpy_random.get_state())] if numpy_random is not None else [])]
+    for generator in generators:
+        is_of_python = isinstance(generator, random.Random)
+        found.append(generator.getstate() if is_of_python else str(_state_of(generator)))
+    return found
+
+
+def _state_of(generator: Any) -> Any:
+    """State of a generator of numpy, of either kind."""
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state

@@ -219,6 +219,22 @@ def test_9_draws_from_elsewhere_freeze(off, draw):
     assert len({float(replay(x)) for _ in range(4)}) == 1 and len({float(model(x)) for _ in range(4)}) == 4
 
 
+@pytest.mark.parametrize(
+    "generator, draws",
+    [
+        (np.random.default_rng(0), lambda own: own.random()),
+        (np.random.RandomState(0), lambda own: own.rand()),
+        (random.Random(0), lambda own: own.random()),
+    ],
+    ids=["numpy", "numpy's older one", "Python"],
+)
+def test_9_draws_from_a_generator_of_the_model_freeze(generator, draws):
+    model = Of(lambda m, x: (x @ m.weight).sum() * float(draws(m.generator)))
+    model.generator = generator
+    with pytest.raises(NotCaptured, match="draws from"):
+        ColoTracer().trace(model, (torch.randn(4, 4),))
+
+
 def test_9_layer_drop_becomes_never(off):
     model, x = Of(lambda m, x: (x @ m.weight).sum() * (0 if torch.rand([]) < 0.5 else 1)), torch.randn(4, 4)
     off(branches, "answer", lambda *_: False)
