@@ -74,14 +74,13 @@ def pairs_of(inputs: Sequence[tuple[str, str]], outputs: Sequence[tuple[str, str
 
 def handed_back(outputs: Any, given: Any) -> Any:
     """The outputs, in which the carried objects of a call hold what it has left."""
-    left = carried_in(outputs)
-    if not left:
+    mine = carried_in(given)
+    if not mine:
         return outputs
-    mine = iter(carried_in(given))
-    back = {id(one): next(mine, one) for one in left}
-    for one in left:
-        if back[id(one)] is not one:
-            back[id(one)].take_over(one)
+    left = carried_in(outputs)
+    back = {id(one): own for one, own in zip(left, mine, strict=False)}
+    for one, own in zip(left, mine, strict=False):
+        own.take_over(one)
     return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), outputs, is_leaf=is_carried)
 
 

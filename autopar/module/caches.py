@@ -14,121 +14,57 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import (
-    Cache,
-    EncoderDecoderCache,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, EncoderDecoderCache, StaticCache
 
 from autopar.graph.carried import Carried
 from autopar.letters import NotServed
-
-_NAMES = ("keys", "values")
-
-
-class CarriedLayer(StaticLayer):
-    """Keys and values of one attention, each [rows, heads, length, width]."""
-
-    def __init__(self, cache: CarriedCache, is_sliding: bool) -> None:
-        self.held: dict[str, Any] = {}
-        super().__init__(cache.most)
-        self.cache = cache
-        self.is_sliding = is_sliding
-        self.is_ordered = False  # whether its rows have taken the order of the cache
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new tokens; returns those that their queries see."""
-        cache = self.cache
-        count = key_states.shape[-2]
-        cache.added = count
-        new = {"keys": key_states, "values": value_states}
-        if not self.held:
-            room = 0 if cache.is_of_encoder else cache.most - count
-            self.held = {name: F.pad(x, (0, 0, 0, room)) for name, x in new.items()}
-            return key_states, value_states
-        at = torch.arange(count, device=key_states.device) + cache.length
-        self._take_order()
-        self.held = {name: torch.index_copy(self.held[name], 2, at, x) for name, x in new.items()}
-        return self.held["keys"], self.held["values"]
-
-    @property
-    def keys(self) -> Any:
-        self._take_order()
-        return self.held.get("keys")
-
-    @keys.setter
-    def keys(self, keys: Any) -> None:
-        """Ignore what transformers sets: `update` alone does."""
-
-    @property
-    def values(self) -> Any:
-        self._take_order()
-        return self.held.get("values")
-
-    @values.setter
-    def values(self, values: Any) -> None:
-        """Ignore what transformers sets: `update` alone does."""
-
-    def _take_order(self) -> None:
-        """Inside of a program, bring the rows into the order of the cache."""
-        order = self.cache.order
-        if self.held and self.cache.is_inside and order is not None and not self.is_ordered:
-            self.held = {name: torch.index_select(x, 0, order) for name, x in self.held.items()}
-            self.is_ordered = True
-
-    @property
-    def is_initialized(self) -> bool:
-        return bool(self.held)
-
-    @is_initialized.setter
-    def is_initialized(self, is_so: bool) -> None:
-        """Ignore what transformers sets: it is so where tensors are held."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.cache.most if self.held else query_length), 0
-
-    def get_seq_length(self) -> Any:
-        held = self.cache.length if self.held else 0
-        return held if self.cache.is_inside else int(held)
+from autopar.module.cache_layers import CarriedLayer, LayerKind
 
 
 class CarriedCache(Cache, Carried):
-    """A cache of `most` tokens; `sliding` says of each layer whether its attention sees a window."""
+    """A cache of `most` tokens, with layers of these kinds."""
 
-    told = frozenset({"length", "order"})
+    told = frozenset({"length", "order", "real"})
+    layers: list[CarriedLayer]
 
     def __init__(
-        self, most: int, sliding: Sequence[bool], length: Any = None, order: Any = None, is_of_encoder: bool = False
+        self, most: int, kinds: Sequence[LayerKind], length: Any = None, order: Any = None, is_of_encoder: bool = False
     ) -> None:
         self.most = most
-        self.sliding = tuple(sliding)
+        self.kinds = tuple(kinds)
         self.is_inside = length is not None  # whether it is that of a program, which does not know its values
         self.length: Any = length if self.is_inside else torch.tensor(0)  # tokens that it holds
         self.order: Any = order  # rows of the last call, in the order in which the next call takes them
         self.is_of_encoder = is_of_encoder  # whether it holds what the first call gives it, and no more
         self.added = 0  # tokens that a program has added
-        self.real = 0  # tokens of the next call that count, where it is padded behind them
-        super().__init__(layers=[CarriedLayer(self, is_sliding) for is_sliding in sliding])
+        self.real: Any = None  # tokens of the next call that count, where it is padded behind them
+        super().__init__(layers=[kind.layer(self) for kind in kinds])
 
     @staticmethod
-    def of(config: Any, most: int) -> CarriedCache | CarriedPair:
-        """An empty cache for a model of this configuration."""
+    def of(config: Any, most: int, windows: bool) -> CarriedCache | CarriedPair:
+        """An empty cache for a model of this configuration; with `windows`, layers that see one hold no more."""
         layers = StaticCache(config=config, max_cache_len=most).layers
-        if other := [layer for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)]:
-            raise NotServed(
-                f"a cache of {type(other[0]).__name__}: such states are not carried from call to call yet",
-                advice="generate(..., use_cache=False), or autopar.gather(model)",
-            )
-        sliding = [layer.is_sliding for layer in layers]
-        own = CarriedCache(most, sliding)
+        kinds = []
+        for layer in layers:
+            kind = LayerKind.of(layer, None if windows else most)
+            if kind is None:
+                raise NotServed(
+                    f"a cache of {type(layer).__name__}: such tensors are not carried from call to call yet",
+                    advice="generate(..., use_cache=False), or autopar.gather(model)",
+                )
+            kinds.append(kind)
+        own = CarriedCache(most, kinds)
         if not getattr(config, "is_encoder_decoder", False):
             return own
-        return CarriedPair(own, CarriedCache(most, [False] * len(sliding), is_of_encoder=True))
+        of_encoder = [LayerKind(has_keys=True, length=most, is_sliding=False, states=0)] * len(kinds)
+        return CarriedPair(own, CarriedCache(most, of_encoder, is_of_encoder=True))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it has states of linear attention, to which every token of a call is added."""
+        return any(kind.states for kind in self.kinds)
 
     def take_over(self, left: CarriedCache) -> None:
         for mine, other in zip(self.layers, left.layers, strict=True):
@@ -139,8 +75,8 @@ class CarriedCache(Cache, Carried):
                 )
             mine.held = other.held
         self.order = None
-        self.length = self.length + (self.real or left.added)
-        self.real = 0
+        self.length = self.length + (left.added if self.real is None else self.real)
+        self.real = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let the next call take the rows in this order."""
@@ -148,35 +84,45 @@ class CarriedCache(Cache, Carried):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: the next call writes over them."""
+        if self.has_states or any(layer.has_left for layer in self.layers):
+            raise NotServed(
+                "a cache is cropped, of whose states, or of tokens that have left a window, no copies are kept",
+                advice="model.new_cache(length) for layers with a window; generation that does not take tokens back",
+            )
         self.length = self.length - abs(tokens_to_remove)
 
     def reset(self) -> None:
         self.length = torch.tensor(0)
+        for layer in self.layers:
+            layer.held = {}
 
     @property
     def named(self) -> list[tuple[str, Any]]:
         """Its tensors by name."""
-        told = [("length", self.length)] if self.order is None else [("length", self.length), ("order", self.order)]
-        held = [(i, layer.held) for i, layer in enumerate(self.layers) if layer.held]
-        return [*told, *((f"{i}.{name}", tensors[name]) for i, tensors in held for name in _NAMES)]
+        told = [("length", self.length), ("order", self.order), ("real", self.real)]
+        held = [(f"{i}.{name}", x) for i, layer in enumerate(self.layers) for name, x in layer.held.items()]
+        return [*((name, x) for name, x in told if x is not None), *held]
 
     @property
     def context(self) -> tuple[Any, ...]:
         """All of it but its tensors."""
-        of_layers = tuple((bool(layer.held), layer.is_ordered) for layer in self.layers)
-        return self.most, self.sliding, self.is_of_encoder, self.order is not None, of_layers, self.added
+        kinds = tuple([(k.has_keys, k.length, k.is_sliding, k.states) for k in self.kinds])
+        has_told = self.order is not None, self.real is not None
+        of_layers = tuple([(tuple(layer.held), layer.is_ordered) for layer in self.layers])
+        return self.most, kinds, self.is_of_encoder, has_told, of_layers, self.added
 
 
 def _built(leaves: Iterable[Any], context: tuple[Any, ...]) -> CarriedCache:
     """The cache of a program, of these tensors."""
-    most, sliding, is_of_encoder, has_order, of_layers, added = context
+    most, kinds, is_of_encoder, (has_order, has_real), of_layers, added = context
     given = iter(leaves)
     length = next(given)
-    cache = CarriedCache(most, sliding, length, next(given) if has_order else None, is_of_encoder)
+    order = next(given) if has_order else None
+    cache = CarriedCache(most, [LayerKind(*kind) for kind in kinds], length, order, is_of_encoder)
+    cache.real = next(given) if has_real else None
     cache.added = added
-    for layer, (is_held, is_ordered) in zip(cache.layers, of_layers, strict=True):
-        if is_held:
-            layer.held = {name: next(given) for name in _NAMES}
+    for layer, (names, is_ordered) in zip(cache.layers, of_layers, strict=True):
+        layer.held = {name: next(given) for name in names}
         layer.is_ordered = is_ordered
     return cache
 

@@ -44,10 +44,11 @@ class Generating(GenerationMixin):
         with _drawing_as_rank_0(self._own.setup.device):
             return super().generate(*args, **kwargs)
 
-    def new_cache(self, length: int) -> CarriedCache | CarriedPair:
+    def new_cache(self, length: int, windows: bool = False) -> CarriedCache | CarriedPair:
         """An empty cache for at least `length` tokens, to be passed to calls under `torch.no_grad()`.
 
-        A cache that is no longer than those before needs no new programs.
+        A cache that is no longer than those before needs no new programs. With `windows`, layers whose attention sees
+        a window hold no more tokens: calls then pass no attention_mask, or one of four dims.
         """
         state = self._own
         if state.setup.stages is not None:
@@ -62,14 +63,14 @@ class Generating(GenerationMixin):
             )
         to = state.setup.how.pad_to or 1
         state.cache_length = max(state.cache_length, -(-length // to) * to)
-        return CarriedCache.of(self.config.get_text_config(decoder=True), state.cache_length)
+        return CarriedCache.of(self.config.get_text_config(decoder=True), state.cache_length, windows)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         """Give the calls an empty cache, where they are to have one."""
         if generation_config.use_cache is not False and model_kwargs.get(_CACHE) is None:
-            model_kwargs[_CACHE] = self.new_cache(max_cache_length)
+            model_kwargs[_CACHE] = self.new_cache(max_cache_length, windows=True)
 
     def _prepare_text_encoder_decoder_kwargs_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str | None, generation_config: Any
@@ -140,7 +141,7 @@ def _padded(inputs: dict[str, Any], to: int) -> dict[str, Any]:
     cache = inputs.get(_CACHE)
     ids = inputs.get("input_ids")
     others = {name: value for name, value in inputs.items() if name not in (*_OF_TOKENS, _CACHE)}
-    if not isinstance(cache, CarriedCache) or cache.get_seq_length() or not isinstance(ids, Tensor):
+    if not isinstance(cache, CarriedCache) or cache.has_states or cache.length or not isinstance(ids, Tensor):
         return inputs
     if inputs.get("logits_to_keep") != 1 or any(isinstance(x, Tensor) for x in others.values()):
         return inputs
@@ -152,7 +153,7 @@ def _padded(inputs: dict[str, Any], to: int) -> dict[str, Any]:
     for name in _OF_TOKENS:
         padded[name] = pytree.tree_map_only(Tensor, lambda x: _longer(x, count, more), inputs.get(name))
     padded["logits_to_keep"] = torch.tensor([count - 1], device=ids.device)
-    cache.real = count
+    cache.real = torch.tensor(count)
     return padded
 
 

@@ -26,7 +26,7 @@ from autopar.graph.graph import info
 from autopar.graph.tensor_form import TensorForm
 from autopar.letters import Anomaly, NotServed
 from autopar.module.limits import LIMITS
-from autopar.module.step import EmittedStep
+from autopar.module.step import outputs_of
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import bind_axes
@@ -355,7 +355,7 @@ class Runner:
                 advice="torch.utils.checkpoint inside the model, which is traced, instead of around the parallel one",
             )
         key = [torch.tensor(random.next_key(), device=self.setup.device)] if self.program.is_random else []
-        outputs = EmittedStep.apply(self, *inputs, *parameters, *buffers, *key)
+        outputs = outputs_of(self, [*inputs, *parameters, *buffers, *key])
         count = len(self.graph.output_names)
         shardings = self.shardings[:count]
         there = {output: inputs[place] for output, place in self.carried.items() if place >= 0}

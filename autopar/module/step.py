@@ -25,9 +25,7 @@ class EmittedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, *primals: Tensor) -> tuple[Tensor, ...]:
-        with naming_the_lost("forward"), naming_the_lacking("forward"):
-            given = (_in_order(p.to_local() if isinstance(p, DTensor) else p) for p in primals)
-            results = runner.results(given)
+        results = _results(runner, primals)
         count = runner.outputs
         ctx.runner = runner
         ctx.waits = runner.waiting.on and not any(map(has_hooks, primals))
@@ -35,15 +33,11 @@ class EmittedStep(torch.autograd.Function):
         ctx.kept = [(i, primals[i], primals[i]._version) for i in runner.primals.kept]
         ctx.save_for_backward(*results[count:])
         ctx.set_materialize_grads(False)
-        outputs = list[Tensor]()
-        there = set(map(id, primals))
-        for o in results[:count]:  # autograd tells outputs apart by identity
-            outputs.append(o.clone() if id(o) in there else o)
-            there.add(id(outputs[-1]))
+        outputs = _apart(results[:count], primals)  # autograd tells outputs apart by identity
         named = info(runner.graph.output).outputs[: len(runner.graph.output_names)]
         wants = [t.requires_grad for t in named] + [False] * len(runner.graph.updates)
         ctx.mark_non_differentiable(*(o for o, has in zip(outputs, wants, strict=True) if not has))
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
@@ -67,6 +61,30 @@ class EmittedStep(torch.autograd.Function):
             if gradient is not None:
                 gradients[i] = runner.primals.as_gradient(i, gradient) if ctx.spread[i] else gradient
         return (None, *gradients)
+
+
+def outputs_of(runner: Runner, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a call, from a node of autograd where gradients are on."""
+    if torch.is_grad_enabled():
+        outputs: tuple[Tensor, ...] = EmittedStep.apply(runner, *primals)
+        return outputs
+    return _apart(_results(runner, primals)[: runner.outputs], primals)
+
+
+def _results(runner: Runner, primals: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Outputs, then the values saved for backward."""
+    with naming_the_lost("forward"), naming_the_lacking("forward"):
+        return runner.results(_in_order(p.to_local() if isinstance(p, DTensor) else p) for p in primals)
+
+
+def _apart(outputs: Sequence[Tensor], primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs, each a tensor of its own: a copy where it is a primal, or another output."""
+    found = list[Tensor]()
+    there = set(map(id, primals))
+    for output in outputs:
+        found.append(output.clone() if id(output) in there else output)
+        there.add(id(found[-1]))
+    return tuple(found)
 
 
 def _check_backward(ctx: Any, tangents: Sequence[Tensor | None]) -> None:
