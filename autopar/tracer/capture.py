@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar.graph.calls import Call, as_call, leaf_names, learn_dataclasses, output_names, without_caches
-from autopar.graph.carried import pairs_of, places_in
+from autopar.graph.carried import carried_in, pairs_of, places_in
 from autopar.graph.graph import Assume, Graph, Leaf, TensorType, info
 from autopar.letters import AutoparError, NotCaptured
 from autopar.ops.experts import assumed_imbalance
@@ -170,7 +170,8 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
         output_leaves, output_spec = pytree.tree_flatten(outputs)
         refuse_opaque(output_leaves)
         tensors = [leaf for leaf in output_leaves if isinstance(leaf, Tensor)]
-        updates = recorder.changes.updates(leaves)
+        handed_on = set(map(id, pytree.tree_leaves(carried_in(outputs))))  # of these, what is written is an output
+        updates = [u for u in recorder.changes.updates(leaves) if u[0] != "input" or id(u[2]) not in handed_on]
         recorder.values.chosen.refuse(tensors, "the model returns the chosen rows", at_their_line=True)
         recorder.add_output([*tensors, *(t for _, _, t in updates)])
         recorder.values.chosen.rounds.check()
