@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +76,7 @@ class Attributes:
         self.modules = modules
         self.keys: dict[Place, list[str]] = {}  # the attributes that are watched
         self.readers: list[tuple[dict[str, Any], Callable[[Any], tuple[Any, ...]]]] = []  # getters of these, by place
-        self.lasting: dict[int, _Contents] = {}  # latest contents by place, of values that do not change in place
+        self.known = _Known()
         self.settings: list[tuple[dict[str, Any], str, Any]] = []  # the dict, the key and the object of each
         # The model itself counts with the hooks that it had before it was parallel.
         forward = [(i, m._forward_pre_hooks, m._forward_hooks) for i, m in enumerate(modules)]
@@ -229,7 +228,7 @@ class Attributes:
             for place, of_one in self.keys.items()
         ]
         self.settings = [(vars(m), k, v) for m in self.modules for k, v in vars(m).items() if are_settings(k, v)]
-        self.lasting = {}
+        self.known.of.clear()
 
     def _held(self, place: Place) -> dict[str, Any]:
         held = vars(self.modules[place[0]])
@@ -260,7 +259,7 @@ class Attributes:
             for i, m in enumerate(self.modules)
             for name, b in m._buffers.items()
         ]
-        contents = [self._contents(values, first, h) for h, values in enumerate(held)]
+        contents = [self.known.contents(values, first, h) for h, values in enumerate(held)]
         return State(
             [of_one.values for of_one in contents],
             [of_one.types for of_one in contents],
@@ -272,23 +271,29 @@ class Attributes:
         )
 
 
-    def _contents(self, held: tuple[Any, ...], first: Ties, at: int) -> _Contents:
-        """The values at a place; where the same objects stand there as before, and none can change, those known."""
-        known = self.lasting.get(at)
-        if known is not None and all(map(operator.is_, held, known.held)):
-            return known
-        made = _Contents(held, _as_they_are(held, first, at), [*map(type, held)])
-        if all(map(_is_lasting, held)):
-            self.lasting[at] = made
-        return made
-
-
 class _Contents(NamedTuple):
     """Values of the watched attributes at one place."""
 
     held: tuple[Any, ...]
-    values: list[Any]  # in a form that can be compared later
+    values: list[Any]  # the same in a form that can be compared later
     types: list[type]
+
+
+class _Known:
+    """The latest contents of places at which no value can change in place."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, _Contents] = {}
+
+    def contents(self, held: tuple[Any, ...], first: Ties, at: int) -> _Contents:
+        """The contents of a place; those already known where the same objects stand there."""
+        known = self.of.get(at)
+        if known is not None and all(map(operator.is_, held, known.held)):
+            return known
+        made = _Contents(held, _as_they_are(held, first, at), [*map(type, held)])
+        if all(map(_is_lasting, held)):
+            self.of[at] = made
+        return made
 
 
 def are_settings(name: str, value: Any) -> bool:
@@ -300,14 +305,19 @@ def are_settings(name: str, value: Any) -> bool:
     )
 
 
-def _is_lasting(value: Any) -> bool:
-    return _are_lasting(type(value)) or (isinstance(value, tuple) and all(map(_is_lasting, value)))
-
-
-@functools.cache
-def _are_lasting(cls: type) -> bool:
+class _Lasting(dict[type, bool]):
     """Whether values of a type do not change in place; to ask this of abstract types takes long."""
-    return issubclass(cls, LASTING)
+
+    def __missing__(self, cls: type) -> bool:
+        self[cls] = issubclass(cls, LASTING)
+        return self[cls]
+
+
+_ARE_LASTING = _Lasting()
+
+
+def _is_lasting(value: Any) -> bool:
+    return _ARE_LASTING[type(value)] or (isinstance(value, tuple) and all(map(_is_lasting, value)))
 
 
 def _as_they_are(values: tuple[Any, ...], first: Ties, at: int) -> list[Any]:
@@ -336,7 +346,7 @@ def _as_it_is(value: Any, first: Ties, at: tuple[Any, ...]) -> Any:
     entries = [*(holder.items() if isinstance(holder, dict) else enumerate(holder))]
     if holder is not value:
         return _Itself(value), [(k, type(v), v if _is_lasting(v) else _Itself(v)) for k, v in entries]
-    if all(map(_are_lasting, {type(v) for _, v in entries})):
+    if all(_ARE_LASTING[type(v)] for _, v in entries):
         return type(value), entries
     return type(value), [(k, _as_it_is(v, first, (*at, k))) for k, v in entries]
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-# Releases of transformers before this class have no such layers either.
+# Releases of transformers before these classes have no such layers either.
 _LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+_DummyLayer: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,16 @@ class CarriedLayer:
         return self.kind.has_keys and self.kind.length < min(self.cache.most, int(self.cache.length))
 
     def in_order(self) -> dict[str, Any]:
-        """What it holds; inside of a program, with rows in the order of the cache."""
+        """The tensors that it holds; inside of a program, with rows in the order of the cache."""
         order = self.cache.order
         if self.held and self.cache.is_inside and order is not None and not self.is_ordered:
             self.held = {name: torch.index_select(x, 0, order) for name, x in self.held.items()}
             self.is_ordered = True
         return self.held
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let these tensors take the places of those of their names."""
+        self.held = {**self.held, **tensors}
 
     def get_max_length(self) -> int:
         return self.kind.length or -1
@@ -135,15 +140,15 @@ class CarriedKeys(CarriedLayer, StaticLayer):
         self.cache.added = key_states.shape[-2]
         new = {"keys": key_states, "values": value_states}
         if not self.is_initialized:
-            self.held = {**self.held, **self._each(new, self._begun)}
+            self.hold(self._each(new, self._begun))
             return key_states, value_states
         old = {name: self.in_order()[name] for name in new}
         seen, held = self._added_to(old, new)
-        self.held = {**self.held, **held}
+        self.hold(held)
         return seen["keys"], seen["values"]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """How many keys the queries see, and the position of the first."""
+        """The number of keys that the queries see, and the position of the first."""
         if not self.is_initialized:
             return query_length, 0
         if not self.is_ring:
@@ -161,7 +166,7 @@ class CarriedKeys(CarriedLayer, StaticLayer):
         return {name: function(x) for name, x in tensors.items()}
 
     def _begun(self, x: Tensor) -> Tensor:
-        """What the first call leaves of its tokens."""
+        """The keys or values that the first call leaves, of its tokens."""
         count = x.shape[-2]
         length = count if self.cache.is_of_encoder else self.kind.length
         if count <= length:
@@ -171,11 +176,11 @@ class CarriedKeys(CarriedLayer, StaticLayer):
     def _added_to(
         self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the queries of new tokens see, by rising position, and what the layer then holds."""
+        """The tensors that queries of new tokens see, by rising position, and those that are then held."""
         length = self.kind.length
         count = new["keys"].shape[-2]
         slots = torch.arange(length, device=new["keys"].device)
-        at = slots[:1] + self.cache.length if count == 1 else torch.arange(count, device=slots.device) + self.cache.length
+        at = torch.arange(count, device=slots.device) + self.cache.length
         if not self.is_ring:
             held = {name: torch.index_copy(x, 2, at, new[name]) for name, x in old.items()}
             return held, held
@@ -202,14 +207,14 @@ class CarriedKeys(CarriedLayer, StaticLayer):
         return torch.index_select(x, 2, torch.clamp(positions - first, min=0))
 
 
-class CarriedStates(CarriedLayer, _LinearAttentionLayer):  # type: ignore[misc]
+class CarriedStates(CarriedLayer, _LinearAttentionLayer):
     """States of linear attention or of a convolution: [rows, heads or channels, ...]."""
 
     record_past = False
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        return {i: any(f"{name}.{i}" in self.held for name in ("conv", "recurrent")) for i in range(self.kind.states)}
+        return {i: f"conv.{i}" in self.held or f"recurrent.{i}" in self.held for i in range(self.kind.states)}
 
     @property
     def conv_states(self) -> dict[int, Any]:
@@ -231,11 +236,11 @@ class CarriedStates(CarriedLayer, _LinearAttentionLayer):  # type: ignore[misc]
         else:
             size = before.shape[-1]
             seen = torch.cat([before, conv_states], -1)
-        self.held = {**self.held, f"conv.{state_idx}": seen[..., seen.shape[-1] - size :]}
+        self.hold({f"conv.{state_idx}": seen[..., seen.shape[-1] - size :]})
         return seen
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        self.held = {**self.held, f"recurrent.{state_idx}": recurrent_states}
+        self.hold({f"recurrent.{state_idx}": recurrent_states})
         return recurrent_states
 
 
@@ -243,7 +248,7 @@ class CarriedBoth(CarriedStates, CarriedKeys):
     """Keys and values, and states."""
 
 
-class CarriedNothing(CarriedLayer, getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]
+class CarriedNothing(CarriedLayer, _DummyLayer):
     """A layer without attention, or one that reads the keys of another layer."""
 
 

@@ -170,7 +170,7 @@ def _run(call: ModelCall, recorder: Recorder) -> Graph:
         output_leaves, output_spec = pytree.tree_flatten(outputs)
         refuse_opaque(output_leaves)
         tensors = [leaf for leaf in output_leaves if isinstance(leaf, Tensor)]
-        handed_on = set(map(id, pytree.tree_leaves(carried_in(outputs))))  # of these, what is written is an output
+        handed_on = set(map(id, pytree.tree_leaves(carried_in(outputs))))  # their new values are outputs
         updates = [u for u in recorder.changes.updates(leaves) if u[0] != "input" or id(u[2]) not in handed_on]
         recorder.values.chosen.refuse(tensors, "the model returns the chosen rows", at_their_line=True)
         recorder.add_output([*tensors, *(t for _, _, t in updates)])
