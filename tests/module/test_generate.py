@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
@@ -20,13 +22,28 @@ ROWS, PROMPT, NEW = 4, 6, 6
 _SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
+_MAMBA2 = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8, "conv_kernel": 4}
+_FALCON = {f"mamba_{name}": n for name, n in zip(("d_ssm", "n_heads", "d_head"), (32, 4, 8), strict=True)}
+_FALCON |= {"mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_LINEAR = {f"linear_{what}_head_dim": 8 for what in ("key", "value")}
+_LINEAR |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MOE |= {"shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"]}
 _T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 FAMILIES = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 96}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_HEADS}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SIZES, **_HEADS, "head_dim": 8}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_SIZES, **_HEADS, "head_dim": 8, **_SLIDING}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_SIZES, **_HEADS, "sliding_window": 4}),
     "t5": ("T5ForConditionalGeneration", "T5Config", {**_T5, "decoder_start_token_id": 0}),
+}
+WITH_STATES = {
+    "mamba": ("MambaForCausalLM", "MambaConfig", {**_SMALL, "state_size": 4, "conv_kernel": 4}),
+    "mamba2": ("Mamba2ForCausalLM", "Mamba2Config", {**_SMALL, "state_size": 8, **_MAMBA2}),
+    "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config", {**_SIZES, **_HEADS, "head_dim": 8, **_FALCON}),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_SIZES, **_HEADS, "head_dim": 8, **_LINEAR, **_MOE}),
 }
 PLANS = ("megatron", "zero3", "free")
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
@@ -36,7 +53,7 @@ PADDED[2, :1] = 0
 
 
 def model_of(family: str):
-    cls, config, sizes = FAMILIES[family]
+    cls, config, sizes = {**FAMILIES, **WITH_STATES}[family]
     torch.manual_seed(0)
     model = getattr(transformers, cls)(getattr(transformers, config)(**sizes)).eval()
     model.generation_config.eos_token_id = None
@@ -54,54 +71,68 @@ def parallel_of(model, mesh, plan, **how):
     return autopar.autoparallelize(model.train(), batch_of(), mesh=mesh, **preset, **how).eval()
 
 
-class Whole(TorchDispatchMode):
-    """Counts tensors that hold all rows and heads of a cache."""
+LONG = 4096  # tokens of a cache next to which everything else is small
 
-    def __init__(self, cache) -> None:
+
+class Storages(TorchDispatchMode):
+    """Bytes of the storages that ops on this rank make: of the largest, and of those that are alive at a time."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.shapes = {layer.keys.shape for layer in cache.layers}
-        self.count = 0
+        self.largest = 0
+        self.peak = 0
+        self.alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **kwargs or {})
-        is_local = isinstance(made, torch.Tensor) and not isinstance(made, DTensor) and not made.is_meta
-        self.count += is_local and made.shape in self.shapes
+        for x in pytree.tree_leaves(made):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                self._add((x.to_local() if isinstance(x, DTensor) else x).untyped_storage())
         return made
 
+    def _add(self, storage) -> None:
+        if storage._cdata not in self.alive:
+            self.alive[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+            self.largest = max(self.largest, storage.nbytes())
+            self.peak = max(self.peak, sum(self.alive.values()))
 
-def body(rank, models, mesh, plan, calls):
-    """The tokens of each call, the programs that it has made, and what the last cache is on this rank."""
+
+def body(rank, models, mesh, plan, calls, tokens):
+    """Of each call the tokens, and the programs that it has made; then the bytes of caches, and the last program."""
     parallel = parallel_of(models[rank], mesh, plan)
-    ids = batch_of()["input_ids"]
+    parallel.new_cache(tokens)
     found = []
-    for how in calls:
+    for ids, how in calls:
         before = parallel._own.made
         found.append((parallel.generate(ids, **how), parallel._own.made - before))
-    last = parallel.generate(ids, **{**GREEDY, "return_dict_in_generate": True})
-    cache = getattr(last.cache, "self_attention_cache", last.cache)
-    with Whole(cache) as whole:
-        parallel.generate(ids, **GREEDY)
-    return found, cache, whole.count, parallel._own.programs[-1].lowered
+    last = parallel.generate(batch_of()["input_ids"], **GREEDY, return_dict_in_generate=True)
+    held = [x for x in pytree.tree_leaves(last.cache) if isinstance(x, DTensor)]
+    whole = [x.numel() * x.element_size() for x in held]
+    del last, held
+    with Storages() as storages:
+        parallel.generate(batch_of()["input_ids"], **GREEDY)
+    return found, (whole, storages), parallel._own.programs[-1].lowered
 
 
-def check(family, mesh, plan, calls, threads):
+def check(family, mesh, plan, calls, threads, tokens=1):
     """The tokens of all calls are those of one device; returns what rank 0 found."""
     model = model_of(family)
-    right = [model.generate(batch_of()["input_ids"], **how) for how in calls]
+    calls = [how if isinstance(how, tuple) else (batch_of()["input_ids"], how) for how in calls]
+    right = [model.generate(ids, **how) for ids, how in calls]
     count = math.prod(mesh)
-    ranks = threads(count, body, [copy.deepcopy(model) for _ in range(count)], mesh, plan, calls, timeout_s=120)
+    ranks = threads(count, body, [copy.deepcopy(model) for _ in range(count)], mesh, plan, calls, tokens, timeout_s=200)
     for found, *_ in ranks:
-        for (tokens, _), tokens_of_one, how in zip(found, right, calls, strict=True):
-            assert torch.equal(tokens, tokens_of_one), how
+        for (made, _), due, (_, how) in zip(found, right, calls, strict=True):
+            assert torch.equal(made, due), how
     return ranks[0]
 
 
-def test_greedy_tokens_take_two_programs_and_no_whole_cache(threads):
-    found, cache, whole, decode = check("llama", (2, 2), "megatron", [GREEDY, GREEDY], threads)
+def test_greedy_tokens_take_two_programs_and_no_rank_ever_has_a_whole_cache(threads):
+    found, (whole, storages), decode = check("llama", (2, 2), "megatron", [GREEDY, GREEDY], threads, tokens=LONG)
     assert [made for _, made in found] == [2, 0]
-    assert whole == 0
-    for layer in cache.layers:
-        assert layer.keys.numel() == 4 * layer.keys.to_local().numel()
+    assert len(whole) == 4 and storages.largest == whole[0] / 4  # of two rows and one of two heads
+    assert storages.peak < sum(whole) / 2
     memory = decode.plan.memory
     assert memory["gradients"] == memory["optimizer states"] == memory["saved activations"] == 0
     text = str(decode.joint.forward)
@@ -116,8 +147,41 @@ def test_an_encoder_runs_in_the_first_call(threads):
 
 
 @pytest.mark.nightly
-def test_windows_slide_and_beams_bring_rows_into_order_that_are_padded_in_front(threads):
-    check("gemma3", (2,), "zero3", [{**GREEDY, "attention_mask": PADDED, "num_beams": 2}], threads)
+@pytest.mark.parametrize("family, tokens", [("gemma3", [4, 9]), ("mistral", [4, 4])])
+def test_layers_hold_as_many_tokens_as_they_see(family, tokens, threads):
+    """Of prompts that are shorter and longer than the window; beams bring rows, padded in front, into order."""
+    short = batch_of(length=3)["input_ids"]
+    beams = {**GREEDY, "attention_mask": PADDED, "num_beams": 2}
+    calls = [GREEDY, beams, (short, GREEDY), (short, {**beams, "attention_mask": PADDED[:, 1:4]})]
+    found, (whole, _), _ = check(family, (2,), "zero3", calls, threads, tokens=9)
+    assert [made for _, made in found] == [2] * 4
+    assert whole == [ROWS * 2 * count * 8 * 4 for count in tokens for _ in ("keys", "values")]
+
+
+def test_calls_of_several_tokens_see_all_of_a_window():
+    parallel = parallel_of(model_of("mistral"), (1,), "free")
+    cache = parallel.new_cache(16, windows=True)
+    ids = batch_of(length=12)["input_ids"]
+    with torch.no_grad():
+        parts = [parallel(input_ids=part, cache=cache).logits for part in ids.split([3, 8, 1], 1)]
+        whole = autopar.gather(parallel)(ids).logits
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    assert cache.layers[0].keys.shape[2] == 4
+    with pytest.raises(NotServed, match="tokens that have left a window"):
+        cache.crop(1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next", "falcon_h1"])
+def test_states_are_carried(family, mesh, threads):
+    calls = [GREEDY, {**GREEDY, "attention_mask": PADDED, "num_beams": 2}]
+    found, *_ = check(family, mesh, "megatron", calls, threads)
+    assert [made for _, made in found] == [2, 2]
+
+
+def test_states_are_carried_on_one_device(threads):
+    check("mamba", (1,), "free", [{**GREEDY, "attention_mask": PADDED}], threads)
 
 
 @pytest.mark.nightly
@@ -213,5 +277,6 @@ def test_other_caches_and_calls_with_gradients_are_letters():
 def test_a_plan_that_gathers_a_cache_does_not_write_in_place(threads, monkeypatch):
     """As one may that counts gradients: its new values are parts of the copy to which the op writes."""
     monkeypatch.setattr("autopar.api.without_gradients", lambda graph: graph)
-    *_, decode = check("llama", (2, 2), "megatron", [GREEDY], threads)
+    _, (whole, storages), decode = check("llama", (2, 2), "megatron", [GREEDY], threads, tokens=LONG)
+    assert storages.largest == whole[0]
     assert "convert(cache_0_keys, 'all_gather" in decode.code and not decode.program.written
