@@ -74,14 +74,17 @@ def pairs_of(inputs: Sequence[tuple[str, str]], outputs: Sequence[tuple[str, str
 
 def handed_back(outputs: Any, given: Any) -> Any:
     """The outputs, in which the carried objects of a call hold what it has left."""
-    mine = carried_in(given)
-    if not mine:
+    mine = iter(carried_in(given))
+    own = next(mine, None)
+    if own is None:
         return outputs
-    left = carried_in(outputs)
-    back = {id(one): own for one, own in zip(left, mine, strict=False)}
-    for one, own in zip(left, mine, strict=False):
-        own.take_over(one)
-    return pytree.tree_map(lambda leaf: back.get(id(leaf), leaf), outputs, is_leaf=is_carried)
+    leaves, structure = pytree.tree_flatten(outputs, is_leaf=is_carried)
+    for i, leaf in enumerate(leaves):
+        if own is not None and is_carried(leaf):
+            own.take_over(leaf)
+            leaves[i] = own
+            own = next(mine, None)
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def brought_by(graph: Graph) -> dict[str, str]:

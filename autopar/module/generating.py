@@ -4,7 +4,7 @@ rank 0's generator   draws for all ranks, whose logits are equal, so that all go
 caches               hold as many tokens as the longest call so far needed, rounded up as `pad_to` says
 prompts              are padded behind their end as `pad_to` says: what is written there is masked out, and later
                      tokens write over it
-encoders             run in the first call, with the decoder
+encoders             run in the first call, with the decoder; their tokens are padded, too, and masked for all calls
 """
 
 from __future__ import annotations
@@ -77,6 +77,13 @@ class Generating(GenerationMixin):
     ) -> dict[str, Any]:
         """Leave the encoder to the first call: a part of a parallel model does not run by itself."""
         name = model_input_name or self.main_input_name
+        to = self._own.setup.how.pad_to
+        if to is not None and inputs_tensor.dim() == 2 and not inputs_tensor.is_floating_point():
+            given = model_kwargs.get("attention_mask")
+            mask = torch.ones_like(inputs_tensor) if given is None else given
+            more = -inputs_tensor.shape[1] % to
+            model_kwargs = {**model_kwargs, "attention_mask": F.pad(mask, (0, more))}
+            inputs_tensor = _longer(inputs_tensor, inputs_tensor.shape[1], more)
         return {**model_kwargs, "encoder_outputs": _ToEncode({name: inputs_tensor})}
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

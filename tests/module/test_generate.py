@@ -246,8 +246,7 @@ def test_ranks_draw_as_rank_0_and_a_step_afterwards_is_as_without():
 @pytest.mark.nightly
 @pytest.mark.parametrize("family, plan", [*itertools.product(FAMILIES, PLANS)])
 def test_drawn_tokens_of_each_family_under_each_plan(family, plan):
-    if family != "t5":  # its lengths are not padded
-        check_drawn(family, plan)
+    check_drawn(family, plan)
 
 
 def test_other_caches_and_calls_with_gradients_are_letters():
