@@ -125,6 +125,11 @@ class Graph:
         return iter(self.fx.nodes)
 
     @property
+    def sets_attributes(self) -> bool:
+        """Whether a call changes attributes of modules."""
+        return bool(self.sets) or any(kind == "attribute" for kind, _ in self.updates)
+
+    @property
     def output(self) -> fx.Node:
         return self.fx.output_node()
 

@@ -41,7 +41,9 @@ class Generating(GenerationMixin):
     _own: ModelState
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        with _drawing_as_rank_0(self._own.setup.device):
+        state = self._own
+        is_alone = _is_alone(state.original, args, kwargs)
+        with _drawing_as_rank_0(state.setup.device), state.caller.at_rest() if is_alone else contextlib.nullcontext():
             return super().generate(*args, **kwargs)
 
     def new_cache(self, length: int, windows: bool = False) -> CarriedCache | CarriedPair:
@@ -104,6 +106,24 @@ class Generating(GenerationMixin):
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Programs are compiled where autoparallelize is told to."""
         return False
+
+
+# Arguments of `generate` that run between the calls of a model, and methods that a model's class may have for itself.
+_BETWEEN = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "assistant_model",
+    "streamer",
+    "custom_generate",
+)
+_METHODS = ("generate", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+
+
+def _is_alone(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether nothing but transformers' own loop runs between the calls of `generate`."""
+    of_loop = all(getattr(cls, name, None) is getattr(GenerationMixin, name) for name in _METHODS)
+    return of_loop and len(args) <= 2 and all(kwargs.get(name) is None for name in _BETWEEN)
 
 
 @contextlib.contextmanager

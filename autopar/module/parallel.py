@@ -200,6 +200,8 @@ class ParallelModule(nn.Module):
             with shown():
                 tell("%s runs: its first forward took %.1f s", state.original.__name__, time.monotonic() - began)
         write_updates(program.runner.graph, self, changed, program.changing, with_stand_ins=True)
+        if program.sight.idle or program.runner.graph.sets_attributes:
+            state.caller.is_at_rest = False
         for hook in program.sight.idle:
             hook.run(self, state.hooks)
         left = left_by(self, program, outputs, bucket)

@@ -6,12 +6,13 @@ a program.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import itertools
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +86,7 @@ class Caller:
         self.modules = list(model.modules())
         self.parameters = list(model.parameters())
         self.attributes = Attributes(self.modules)
+        self.is_at_rest = False  # whether nobody changes the modules' attributes
         try:
             self.signature: inspect.Signature | None = inspect.signature(model.forward)
         except (TypeError, ValueError):
@@ -107,6 +109,16 @@ class Caller:
             if self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
                 named[name] = dict(sorted(named[name].items()))
         return pytree.tree_flatten(dict(sorted(named.items())))
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside the block nobody changes the modules' attributes, which are looked at once for all calls."""
+        self.attributes.state()
+        self.is_at_rest = True
+        try:
+            yield
+        finally:
+            self.is_at_rest = False
 
     def call(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> Call:
         """The call that has these leaves.
@@ -145,7 +157,7 @@ class Caller:
             tuple([m.training for m in self.modules]),
             tuple([p.requires_grad for p in self.parameters]),
             tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds]),
-            self.attributes.state(),
+            self.attributes.latest if self.is_at_rest else self.attributes.state(),
         )
 
     def differs(self, now: Situation, before: Situation, sight: Sight) -> dict[str, str]:

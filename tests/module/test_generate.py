@@ -249,6 +249,27 @@ def test_drawn_tokens_of_each_family_under_each_plan(family, plan):
     check_drawn(family, plan)
 
 
+class Scales(transformers.StoppingCriteria):
+    """Code of one's own between two tokens, which changes what forward reads."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.model.model.layers[0].self_attn.scaling = 9.0
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_what_changes_between_tokens_is_seen():
+    how = {"max_new_tokens": 3, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    ids = batch_of()["input_ids"]
+    scores = []
+    for model in (model_of("llama"), parallel_of(model_of("llama"), (1,), "free")):
+        model.generate(ids, **how)  # its programs are there
+        scores.append(torch.stack(model.generate(ids, stopping_criteria=[Scales(model)], **how).scores))
+    torch.testing.assert_close(scores[1], scores[0])
+
+
 def test_other_caches_and_calls_with_gradients_are_letters():
     parallel = parallel_of(model_of("llama"), (1,), "free")
     ids = batch_of()["input_ids"]
