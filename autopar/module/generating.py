@@ -71,8 +71,14 @@ class Generating(GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         """Give the calls an empty cache, where they are to have one."""
-        if generation_config.use_cache is not False and model_kwargs.get(_CACHE) is None:
-            model_kwargs[_CACHE] = self.new_cache(max_cache_length, windows=True)
+        if generation_config.use_cache is False or model_kwargs.get(_CACHE) is not None:
+            return
+        if not self._supports_default_dynamic_cache():
+            raise NotServed(
+                f"the states that {self._own.original.__name__} keeps in a cache of its own: those are not carried",
+                advice="generate(..., use_cache=False), or autopar.gather(model)",
+            )
+        model_kwargs[_CACHE] = self.new_cache(max_cache_length, windows=True)
 
     def _prepare_text_encoder_decoder_kwargs_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str | None, generation_config: Any

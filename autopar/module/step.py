@@ -14,7 +14,7 @@ from autopar.graph.tensor_form import TensorForm
 from autopar.letters import NotServed
 from autopar.module.waiting import has_hooks
 from autopar.runtime.faults import naming_the_lacking, naming_the_lost
-from autopar.runtime.private import let_go
+from autopar.runtime.private import let_go, part_of
 
 if TYPE_CHECKING:
     from autopar.module.runner import Runner
@@ -74,7 +74,7 @@ def outputs_of(runner: Runner, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _results(runner: Runner, primals: Sequence[Tensor]) -> Sequence[Tensor]:
     """Outputs, then the values saved for backward."""
     with naming_the_lost("forward"), naming_the_lacking("forward"):
-        return runner.results(_in_order(p.to_local() if isinstance(p, DTensor) else p) for p in primals)
+        return runner.results(_in_order(part_of(p) if isinstance(p, DTensor) else p) for p in primals)
 
 
 def _apart(outputs: Sequence[Tensor], primals: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@
     StridedShard        torch's placement of a dim that is cut by blocks of one size
     REDUCTIONS, PendingNorm    DTensor's rules of sums and norms, and its placement of a norm that is pending
     local_part          what a DTensor holds, to be written to in place
+    part_of             the same where no gradient is recorded: `to_local` looks at more
     like_part           a local part as a DTensor that lies as another does: `from_local` checks and counts anew
     copy_each           copies between two lists of tensors at once
     compiled_freeing    compiled code that frees its operands; torch.compile's own holds them
@@ -214,6 +215,12 @@ def local_part(tensor: Any) -> torch.Tensor:
     """The local part of a DTensor, in the same memory, without autograd."""
     local: torch.Tensor = tensor._local_tensor.detach()
     return local
+
+
+def part_of(tensor: Any) -> torch.Tensor:
+    """The local part of a DTensor where no gradient is recorded."""
+    part: torch.Tensor = tensor._local_tensor
+    return part
 
 
 def hold_part(tensor: Any, local: torch.Tensor, like: Any = None) -> None:

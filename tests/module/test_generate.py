@@ -147,14 +147,14 @@ def test_an_encoder_runs_in_the_first_call(threads):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family, tokens", [("gemma3", [4, 9]), ("mistral", [4, 4])])
+@pytest.mark.parametrize("family, tokens", [("gemma3", [4, 11]), ("mistral", [4, 4])])
 def test_layers_hold_as_many_tokens_as_they_see(family, tokens, threads):
     """Of prompts that are shorter and longer than the window; beams bring rows, padded in front, into order."""
     short = batch_of(length=3)["input_ids"]
     beams = {**GREEDY, "attention_mask": PADDED, "num_beams": 2}
     calls = [GREEDY, beams, (short, GREEDY), (short, {**beams, "attention_mask": PADDED[:, 1:4]})]
-    found, (whole, _), _ = check(family, (2,), "zero3", calls, threads, tokens=9)
-    assert [made for _, made in found] == [2] * 4
+    found, (whole, _), _ = check(family, (2,), "zero3", calls, threads)
+    assert [made for _, made in found] == [2, 2, 1, 1]  # one for a further token, whatever the prompt's length
     assert whole == [ROWS * 2 * count * 8 * 4 for count in tokens for _ in ("keys", "values")]
 
 
@@ -176,7 +176,7 @@ def test_calls_of_several_tokens_see_all_of_a_window():
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next", "falcon_h1"])
 def test_states_are_carried(family, mesh, threads):
     calls = [GREEDY, {**GREEDY, "attention_mask": PADDED, "num_beams": 2}]
-    found, *_ = check(family, mesh, "megatron", calls, threads)
+    found, *_ = check(family, mesh, "free", calls, threads)
     assert [made for _, made in found] == [2, 2]
 
 
@@ -270,7 +270,7 @@ def test_what_changes_between_tokens_is_seen():
     torch.testing.assert_close(scores[1], scores[0])
 
 
-def test_other_caches_and_calls_with_gradients_are_letters():
+def test_other_caches_and_calls_with_gradients_are_letters(monkeypatch):
     parallel = parallel_of(model_of("llama"), (1,), "free")
     ids = batch_of()["input_ids"]
     config = parallel.config
@@ -279,6 +279,9 @@ def test_other_caches_and_calls_with_gradients_are_letters():
             parallel(input_ids=ids, cache=cache)
         with pytest.raises(BadInput, match=r"model\.generate, whose caches are sharded"):
             parallel.generate(ids, cache=cache, max_new_tokens=2)
+    with monkeypatch.context() as patched, pytest.raises(NotServed, match="in a cache of its own"):
+        patched.setattr(type(parallel), "_supports_default_dynamic_cache", lambda: False)  # as MiniMax has it
+        parallel.generate(ids, max_new_tokens=2)
     local = parallel_of(model_of("llama"), (1,), "free", inputs="local")
     with pytest.raises(NotServed, match='inputs="local"'):
         local.generate(ids, max_new_tokens=2)
@@ -297,6 +300,5 @@ def test_other_caches_and_calls_with_gradients_are_letters():
 def test_a_plan_that_gathers_a_cache_does_not_write_in_place(threads, monkeypatch):
     """As one may that counts gradients: its new values are parts of the copy to which the op writes."""
     monkeypatch.setattr("autopar.api.without_gradients", lambda graph: graph)
-    _, (whole, storages), decode = check("llama", (2, 2), "megatron", [GREEDY], threads, tokens=LONG)
-    assert storages.largest == whole[0]
+    *_, decode = check("llama", (2, 2), "megatron", [GREEDY], threads)
     assert "convert(cache_0_keys, 'all_gather" in decode.code and not decode.program.written
