@@ -280,7 +280,7 @@ def test_other_caches_and_calls_with_gradients_are_letters(monkeypatch):
         with pytest.raises(BadInput, match=r"model\.generate, whose caches are sharded"):
             parallel.generate(ids, cache=cache, max_new_tokens=2)
     with monkeypatch.context() as patched, pytest.raises(NotServed, match="in a cache of its own"):
-        patched.setattr(type(parallel), "_supports_default_dynamic_cache", lambda: False)  # as MiniMax has it
+        patched.setattr(type(parallel), "_supports_default_dynamic_cache", lambda model: False)  # as MiniMax has it
         parallel.generate(ids, max_new_tokens=2)
     local = parallel_of(model_of("llama"), (1,), "free", inputs="local")
     with pytest.raises(NotServed, match='inputs="local"'):
