@@ -28,7 +28,7 @@ from autopar.solver.figures import budget_for, size
 from autopar.solver.limits import LIMITS as SOLVER
 from autopar.solver.plan import Plan
 from autopar.solver.policies import POLICIES
-from autopar.solver.program import most_promising_first, peak_where_nothing_is_dear, solve
+from autopar.solver.program import least_seconds, most_promising_first, peak_where_nothing_is_dear, solve
 from autopar.solver.standing_bytes import refuse_below
 from autopar.space.constraints import Constraints, Preset
 from autopar.space.presets import preset_of, warnings_of, warnings_of_habits, window_of
@@ -37,7 +37,7 @@ from autopar.space.schedule import windows_to_search
 from autopar.space.setting import Setting
 from autopar.space.shardings import shardings
 from autopar.space.shared import Shared
-from autopar.space.space import Outdone, Space
+from autopar.space.space import Outdone, Rival, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
 
 
@@ -183,7 +183,8 @@ class Planning:
         left = list(spaces.windows)
         if not self.is_tight:
             left.clear()
-            for space in most_promising_first([spaces.of(least) for least in spaces.windows]):
+            made = [space for least in spaces.windows if (space := found.made(functools.partial(spaces.of, least)))]
+            for space in most_promising_first(made):
                 try:
                     found.add(functools.partial(self._freely, space, spaces, defaults))
                 except _DoesNotFit:
@@ -214,21 +215,21 @@ class Planning:
             host_bytes=asked.states_on_host,
             turns=self.graph.turns,
         )
-        shared = self.made(("shared", setting), (self.graph,), lambda: Shared.of(self.graph, setting))
-        make = functools.partial(
-            shardings, self.graph, constraints=asked.constraints, preset=preset, known=known, shared=shared
-        )
+        shared = self.made(("shared", setting), (self.graph,), lambda: Shared.of(self.graph, setting, self.made))
+        make = functools.partial(shardings, self.graph, constraints=asked.constraints, preset=preset, shared=shared)
+        rival = Rival(known, functools.partial(least_seconds, rival=known, gap=asked.gap))
         if preset is None:
-            return _Spaces(windows_to_search(self.graph), setting, make)
+            windows = self.made("windows", (self.graph,), lambda: windows_to_search(self.graph))
+            return _Spaces(windows, setting, rival, make)
         # A preset that says how parameters are gathered has one space, whether they may be dropped or not.
         speaks = Constraints(asked.constraints, mesh, preset).speak_of_gathering
-        what = known, preset.key
 
-        def made(setting: Setting) -> Space:
+        def made(setting: Setting, rival: Rival) -> Space:
             setting = replace(setting, regather=setting.regather or speaks)
-            return self.made((what, setting), (self.graph, asked), lambda: make(setting))
+            what = rival.seconds, preset.key, setting
+            return self.made(what, (self.graph, asked), lambda: make(setting, rival=rival))
 
-        return _Spaces((window_of(asked.parallel, mesh),), setting, made)
+        return _Spaces((window_of(asked.parallel, mesh),), setting, rival, made)
 
     def _freely(self, space: Space, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: float) -> Plan:
         """The fastest plan of a space, if it fits in the budget."""
@@ -385,16 +386,21 @@ class _Spaces:
 
     windows: tuple[int, ...]  # least bytes of each
     setting: Setting
-    make: Callable[[Setting], Space]
+    rival: Rival
+    make: Callable[..., Space]
 
     def of(self, least: int, regather: bool = False) -> Space:
-        """The space with windows of `least` bytes, in which gathered parameters may be dropped or not."""
-        return self.make(replace(self.setting, window_bytes=least, regather=regather))
+        """The space with windows of `least` bytes, in which gathered parameters may be dropped or not.
+
+        Raises `Outdone` where no plan of it takes less than the rival.
+        """
+        return self.make(replace(self.setting, window_bytes=least, regather=regather), rival=self.rival)
 
     def wide(self, first: int) -> list[Space]:
         """The spaces with all that saves memory, the one of these windows first."""
         others = [least for least in self.windows if least != first]
-        return [self.of(least, regather=True) for least in (first, *others)]
+        settings = [replace(self.setting, window_bytes=least, regather=True) for least in (first, *others)]
+        return [self.make(setting, rival=Rival()) for setting in settings]
 
 
 class _Fastest:
@@ -405,13 +411,19 @@ class _Fastest:
         self.known = known  # seconds of a plan on another mesh
         self.bound = math.inf
 
+    def made(self, make: Callable[[], Space]) -> Space | None:
+        """The space that is made, or None where no plan of it takes less than the known one."""
+        try:
+            return make()
+        except Outdone as e:
+            self.bound = min(self.bound, e.floor)
+            return None
+
     def add(self, search: Callable[..., Plan]) -> None:
         """Run a search; it raises `Outdone` where no plan takes less than its `rival` seconds."""
         try:
             plan = search(rival=min(self.known, math.inf if self.best is None else self.best.step_time_s))
         except Outdone as e:
-            if self.best is None:
-                raise
             self.bound = min(self.bound, e.floor)
             return
         self.bound = min(self.bound, plan.lower_bound_s)
@@ -420,8 +432,9 @@ class _Fastest:
 
     @property
     def plan(self) -> Plan:
-        """The fastest plan, with the bound of all searches."""
-        assert self.best is not None
+        """The fastest plan, with the bound of all searches; raises `Outdone` where all say that none is faster."""
+        if self.best is None:
+            raise Outdone(self.bound)
         return replace(self.best, lower_bound_s=self.bound)
 
 

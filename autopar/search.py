@@ -47,8 +47,8 @@ def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial:
     """
     began = time.monotonic()
 
-    def inside(of_stage: Request) -> Plan:
-        return _in_few_turns(graph, of_stage, started, is_trial or of_stage.pipeline is not None)
+    def inside(of_stage: Request, known: float = math.inf) -> Plan:
+        return _in_few_turns(graph, of_stage, started, is_trial or of_stage.pipeline is not None, known)
 
     best = inside(request) if request.pipeline is None else staged(graph, request, inside)
     found = replace(best, workload=workload_of(graph, request))
@@ -125,13 +125,18 @@ def _beside(graph: Graph, request: Request, of: Plan) -> tuple[Beside, ...]:
     return tuple(found)
 
 
-def _in_few_turns(graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False) -> Plan:
-    """The fastest plan found for a graph; with "auto", in as few micro-batches as fit in the budget."""
+def _in_few_turns(
+    graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False, known: float = math.inf
+) -> Plan:
+    """The fastest plan found for a graph; with "auto", in as few micro-batches as fit in the budget.
+
+    Raises `Outdone` where a bound says that none takes less than `known` seconds.
+    """
     until = math.inf if request.time_limit is None else started + request.time_limit
     if request.microbatches != "auto":
         planning = Planning(request, request.in_turns(graph, int(request.microbatches)), until, is_trial=is_trial)
         try:
-            return _on_meshes(planning)
+            return _on_meshes(planning, known)
         except Infeasible as e:
             raise _explained(planning, e) from e
     letters: dict[int, Infeasible] = {}  # number of micro-batches -> the letter that refused it
@@ -143,7 +148,7 @@ def _in_few_turns(graph: Graph, request: Request, started: float = math.inf, is_
             turned = request.in_turns(graph, turns)
             planning = Planning(request, turned, until, is_trial=is_trial or turns > 1)
             whole = whole or planning
-            return _on_meshes(planning)
+            return _on_meshes(planning, known)
         except Infeasible as e:
             letters[turns] = e
             if not _may_fit(letters, request.budget):
@@ -156,17 +161,17 @@ def _in_few_turns(graph: Graph, request: Request, started: float = math.inf, is_
     raise _explained(whole, _of_the_smallest(letters))
 
 
-def _on_meshes(planning: Planning) -> Plan:
+def _on_meshes(planning: Planning, known: float) -> Plan:
     """The fastest plan found on the mesh that is asked for, or on the best one."""
     request = planning.request
     candidates = _candidates(request)
     if len(candidates) > 1 and _are_alike(request, candidates):
         first, *others = candidates
-        plan = planning.on(first)
+        plan = planning.on(first, known)
         why = f"not planned: {request.parallel!r} cuts all axes alike, over links of one kind"
         rows = [(str(mesh), 0.0, 0.0, 0, why) for mesh in others]
         return replace(plan, meshes=((str(first), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""), *rows))
-    return best_mesh(candidates, planning.on, planning.until)
+    return best_mesh(candidates, planning.on, planning.until, known)
 
 
 def _candidates(request: Request) -> list[DeviceMesh]:

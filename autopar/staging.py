@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import numpy as np
 import torch.fx as fx
@@ -30,9 +31,10 @@ from autopar.solver.figures import size
 from autopar.solver.plan import Plan
 from autopar.solver.rivals import PricedSpace
 from autopar.solver.stage_bytes import Program
+from autopar.space.space import Outdone
 from autopar.stages.asked import Asked
 from autopar.stages.blocks import ByBlock, Units
-from autopar.stages.cuts import units_of
+from autopar.stages.cuts import blocks_of, units_of
 from autopar.stages.held import most_held
 from autopar.stages.orders import ORDERS, Order
 from autopar.stages.pipeline import FORWARD, Pipeline, StageFigures, forward_orders
@@ -43,7 +45,13 @@ _ON_A_V = ("zb-v", "dualpipe-v")  # orders with two stages on each coordinate
 _OF_ANY_NUMBER = ("gpipe", "interleaved", "greedy")  # orders with as many stages on each coordinate as there are
 
 
-def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) -> Plan:
+class Inside(Protocol):
+    """Plans what a stage does; raises `Outdone` where a bound says that no plan takes less than `known` seconds."""
+
+    def __call__(self, request: Request, known: float = math.inf) -> Plan: ...
+
+
+def staged(graph: Graph, request: Request, inside: Inside) -> Plan:
     """The fastest plan found of a graph in stages; `inside` plans what a stage does."""
     asked = request.pipeline
     assert isinstance(asked, Asked)
@@ -57,28 +65,34 @@ def staged(graph: Graph, request: Request, inside: Callable[[Request], Plan]) ->
         return replace(plan, pipeline=pipeline, cluster=str(request.hardware))
     if asked.size != "auto":
         return _in_stages(graph, request, asked, inside)
+    return _in_any_number(graph, request, asked, inside)
+
+
+def _in_any_number(graph: Graph, request: Request, asked: Asked, inside: Inside) -> Plan:
+    """The fastest plan found in any power of two of stages; its `meshes` lists all of them."""
     assert isinstance(request.mesh, int)
     devices = request.mesh
-    found: list[Plan] = []
-    refused: list[tuple[str, Letter]] = []
+    plans: list[Plan] = []
+    letters: list[Letter] = []
+    rows: list[tuple[str, float, float, int, str]] = []
     for count in (2**k for k in range(devices.bit_length()) if devices % 2**k == 0):
-        known = min((plan.step_time_s for plan in found), default=math.inf)
+        known = min((plan.step_time_s for plan in plans), default=math.inf)
         of_count = replace(asked, size=count) if count > 1 else None
         asking = replace(request, mesh=devices // count, pipeline=of_count)
+        name = f"{count} stages"
         try:
-            found.append(_in_stages(graph, asking, of_count, inside, known) if of_count else inside(asking))
+            plan = _in_stages(graph, asking, of_count, inside, known) if of_count else inside(asking)
+            plans.append(plan)
+            rows.append((f"{name} of {plan.mesh}", plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""))
+        except Outdone as e:
+            rows.append((name, 0.0, e.floor, 0, "slower, even if no stage waited"))
         except Letter as e:
-            refused.append((f"{count} stages", e))
-    if not found:
-        raise refused[0][1]
-    best = min(found, key=lambda plan: plan.step_time_s)
-    rows = tuple(
-        (f"{count} stages of {p.mesh}", p.step_time_s, p.lower_bound_s, p.peak_bytes, "")
-        for p in found
-        if (count := 1 if p.pipeline is None else p.pipeline.coordinates)
-    )
-    none = tuple((name, 0.0, 0.0, 0, letter.what) for name, letter in refused)
-    return replace(best, meshes=(*rows, *none), lower_bound_s=min(p.lower_bound_s for p in found))
+            letters.append(e)
+            rows.append((name, 0.0, 0.0, 0, e.what))
+    if not plans:
+        raise letters[0]
+    best = min(plans, key=lambda plan: plan.step_time_s)
+    return replace(best, meshes=tuple(rows), lower_bound_s=min(bound for *_, bound, _, _ in rows if bound))
 
 
 def _if_none_waits(plan: Plan) -> float:
@@ -87,21 +101,26 @@ def _if_none_waits(plan: Plan) -> float:
     return plan.step_time_s * (1.0 - plan.pipeline.idle)
 
 
-def _in_stages(
-    graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan], known: float = math.inf
-) -> Plan:
+def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Inside, known: float = math.inf) -> Plan:
     """The fastest plan found with a number of stages, of several numbers of micro-batches.
 
     They end where a plan would take `known` seconds even if no stage ever waited: more of them only shorten the wait.
+    Raises `Outdone` where the first would.
     """
+    _starts(blocks_of(list(graph.nodes)), asked)
     plans: list[Plan] = []
     letter: Letter | None = None
     for turns in _numbers_of_turns(graph, request, int(asked.size)):
         mesh = plans[0].mesh if plans else request.mesh  # meshes are searched with one number of them
         try:
-            plans.append(_in_turns(graph, replace(request, microbatches=turns, mesh=mesh), asked, inside))
+            best = min([known, *(plan.step_time_s for plan in plans)])
+            plans.append(_in_turns(graph, replace(request, microbatches=turns, mesh=mesh), asked, inside, best))
             if _if_none_waits(plans[-1]) >= known:
                 break
+        except Outdone:
+            if not plans:
+                raise
+            break
         except (Infeasible, NotServed) as e:
             letter = letter or e
     if plans:
@@ -119,9 +138,13 @@ def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> list[int]:
     return list(dict.fromkeys(min(fits, key=lambda n: abs(math.log(n / (stages * fill)))) for fill in LIMITS.fills))
 
 
-def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Request], Plan]) -> Plan:
-    """The fastest plan found in some micro-batches; under a budget one that saves as much as fits."""
+def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Inside, known: float) -> Plan:
+    """The fastest plan found in some micro-batches; under a budget one that saves as much as fits.
+
+    Raises `Outdone` where the busiest of as many stages would work for `known` seconds at least.
+    """
     freer = _of_a_stage(replace(request, memory_budget=math.inf), asked)
+    inside = functools.partial(_shared_evenly, inside, int(asked.size), known)
     plan = inside(freer)
     turned = request.as_planned(graph, plan, asked)
     units = units_of(turned)
@@ -137,6 +160,14 @@ def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Callable[[Re
             letter = letter or e
     assert letter is not None
     raise letter
+
+
+def _shared_evenly(inside: Inside, stages: int, known: float, request: Request) -> Plan:
+    """The plan of all that stages do; raises `Outdone` where an equal share of it takes `known` seconds."""
+    try:
+        return inside(request, known * stages)
+    except Outdone as e:
+        raise Outdone(e.floor / stages) from e
 
 
 def _of_a_stage(request: Request, asked: Asked) -> Request:
@@ -174,7 +205,7 @@ class _Cutting:
         self.mesh = asked.whole(plan.mesh)
         self.borders = _borders(graph, plan, units)
         self.atoms = _atoms(self.found, units, _seconds(request, self.mesh, asked.axis, self.borders))
-        self.starts = _starts(units, asked)
+        self.starts = _starts(units.names, asked)
 
     def plan(self) -> Plan:
         """The plan with the fastest stages."""
@@ -325,26 +356,26 @@ def _moved(found: ByBlock, atoms: Atoms, order: Order, cut: Sequence[int], room:
     return rows
 
 
-def _starts(units: Units, asked: Asked) -> list[int]:
+def _starts(names: Sequence[str], asked: Asked) -> list[int]:
     """The blocks at which a stage may begin: where the caller says, or any."""
-    blocks = len(units.names)
+    blocks = len(names)
     if not asked.cuts:
         if blocks < int(asked.size):
             raise NotServed(
                 f"the model has {blocks} blocks, and pipeline={asked.size} asks for more stages",
-                seen=f"blocks: {', '.join(units.names) or 'none'}",
+                seen=f"blocks: {', '.join(names) or 'none'}",
                 advice=f"pipeline={blocks}" if blocks > 1 else "no pipeline",
             )
         return list(range(blocks))
-    if unknown := [name for name in asked.cuts if name not in units.names]:
+    if unknown := [name for name in asked.cuts if name not in names]:
         raise NotServed(
-            f"cuts= names {unknown[0]!r}, and the model has no such block", seen=f"blocks: {', '.join(units.names)}"
+            f"cuts= names {unknown[0]!r}, and the model has no such block", seen=f"blocks: {', '.join(names)}"
         )
-    starts = [0, *map(units.names.index, asked.cuts)]
+    starts = [0, *map(names.index, asked.cuts)]
     if starts != sorted(set(starts)) or len(starts) % int(asked.size):
         raise NotServed(
             f"cuts={list(asked.cuts)} does not make stages for {asked.size} coordinates, in the order of the blocks",
-            seen=f"blocks: {', '.join(units.names)}",
+            seen=f"blocks: {', '.join(names)}",
             advice=f"{int(asked.size) - 1} blocks in their order, the first block of the model left out",
         )
     return starts

@@ -38,24 +38,30 @@ def _factored(n: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def best_mesh(
-    candidates: Sequence[DeviceMesh], on: Callable[[DeviceMesh, float], Plan], until: float = math.inf
+    candidates: Sequence[DeviceMesh],
+    on: Callable[[DeviceMesh, float], Plan],
+    until: float = math.inf,
+    known: float = math.inf,
 ) -> Plan:
     """The fastest plan over meshes, or one on fewer axes about as fast; its `meshes` lists all of them.
 
     A mesh that the budget, a preset or a constraint refuses, or on which a bound says that no plan would be taken, is
     listed with the reason. `on` plans on a mesh, and is told the seconds that a plan has to go below. Once there is a
-    plan, none is made after the time `until`.
+    plan, none is made after the time `until`. Raises `Outdone` where a bound says of all meshes that no plan takes less
+    than `known` seconds.
     """
     plans = list[Plan]()
     table = list[tuple[str, float, float, int, str]]()
     refused = list[tuple[DeviceMesh, Letter]]()
+    floors = list[float]()
     for mesh in candidates:
         if plans and time.monotonic() > until:
             table.append((str(mesh), 0.0, 0.0, 0, "not planned: the time limit"))
             continue
         try:
-            plan = on(mesh, _to_be_taken(mesh, plans))
+            plan = on(mesh, min(known, _to_be_taken(mesh, plans)))
         except Outdone as e:
+            floors.append(e.floor)
             table.append((str(mesh), 0.0, e.floor, 0, "no plan on it is so much faster that it would be taken"))
             continue
         except (Infeasible, BadPreset, BadConstraint) as e:
@@ -64,6 +70,8 @@ def best_mesh(
             continue
         plans.append(plan)
         table.append((str(mesh), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""))
+    if floors and not plans:
+        raise Outdone(min(floors))
     if not plans:
         raise _least(refused)
     best, said = _of_fewest_axes(plans)

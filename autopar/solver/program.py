@@ -10,6 +10,7 @@ from autopar.letters import Infeasible
 from autopar.solver.axis_use import as_named
 from autopar.solver.budget import Budgeted
 from autopar.solver.curve import Curve, CurvePoint, between, curve_of, point_of
+from autopar.solver.eliminate import minimise
 from autopar.solver.figures import size, time
 from autopar.solver.integer import backend_of, infeasible
 from autopar.solver.limits import LIMITS
@@ -22,7 +23,7 @@ from autopar.solver.prices import Prices
 from autopar.solver.recompute import lowest
 from autopar.solver.recompute import recompute as recomputing
 from autopar.solver.rivals import PricedSpace
-from autopar.solver.searches import SEARCHES, Findings, Search, Task, over_budget
+from autopar.solver.searches import SEARCHES, Findings, Search, Task, over_budget, problem_of
 from autopar.solver.standing_bytes import least_standing
 from autopar.solver.ties import settled
 from autopar.space.space import Outdone, Space
@@ -177,6 +178,13 @@ def _searched(task: Task, searches: Sequence[Search]) -> Findings:
             if found.bound >= task.counted.rival:
                 break
     return found
+
+
+def least_seconds(space: Space, rival: float, gap: float = 0.0) -> float:
+    """Seconds that no plan of a space goes below, whatever it holds; the search ends at `rival` seconds."""
+    if not space.windows:
+        return minimise(problem_of(space), gap=gap).bound
+    return Budgeted(space, rival).fastest(math.inf, gap).bound
 
 
 def peak_where_nothing_is_dear(space: Space) -> float:

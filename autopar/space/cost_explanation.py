@@ -10,6 +10,7 @@ import numpy as np
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, info, op_name
+from autopar.once import Once
 from autopar.ops.entry import facts_of
 from autopar.sharding.certainty import FROM, MEASURED
 from autopar.sharding.cost_model import Kernel
@@ -30,10 +31,11 @@ class CostLines:
     setting: Setting
     bindings: Bindings
     sites: KernelSites
+    of_graph: Once
 
     @functools.cached_property
     def seconds(self) -> OpSeconds:
-        return OpSeconds(self.graph, self.setting, self.sites)
+        return OpSeconds(self.graph, self.setting, self.sites, self.of_graph)
 
     @functools.cached_property
     def ops(self) -> dict[str, fx.Node]:

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from autopar.graph.graph import Graph, call_of, info, op_name, type_of
 from autopar.graph.nodes import typed
+from autopar.once import Once
 from autopar.ops.entry import Line, facts_of, goes_beyond, timed_name
 from autopar.ops.local import OpOnDevice
 from autopar.sharding.cost_model import BROADCAST, SUM, SUM_OVER_ROWS, TURNED, UNALIGNED, CostModel, Kernel, Matrices
@@ -37,21 +38,22 @@ class Kernels(NamedTuple):
 
 
 class OpSeconds:
-    """Prices the ops of a graph on a machine."""
+    """Prices the ops of a graph on a machine; `of_graph` has what others have read of the graph alone."""
 
-    def __init__(self, graph: Graph, setting: Setting, sites: KernelSites) -> None:
+    def __init__(self, graph: Graph, setting: Setting, sites: KernelSites, of_graph: Once | None = None) -> None:
+        kind = setting.cluster.device.kernels
+        once = of_graph or Once()
         self.mesh = setting.mesh
         self.cluster = setting.cluster
         self.costs = CostModel(setting.cluster, setting.mesh.size)
         self.attention = AttentionScores(self.mesh, self.cluster.device.kernels)
-        self.copied = _copies(graph, self.cluster.device.kernels)
-        self.chains = Chains.of(graph, self.cluster.device.kernels) if setting.compiled else None
-        self.groups = groups_of(sites, self.cluster.device.kernels)
+        self.copied = once(("copies", kind), (graph,), lambda: _copies(graph, kind))
+        self.chains = once(("chains", kind), (graph,), lambda: Chains.of(graph, kind)) if setting.compiled else None
+        self.groups = groups_of(sites, kind)
         self.relieved = relieved_of(sites)
 
-    def compute(self, chosen: Chosen) -> Ways:
-        """Seconds of computing an op, forward and backward, by choice; () where it runs no kernel."""
-        kernels = self.kernels(chosen)
+    def compute(self, chosen: Chosen, kernels: Kernels) -> Ways:
+        """Seconds of computing an op in its kernels, forward and backward, by choice; () where it runs none."""
         if not any(kernels):
             return ()
         forward, backward = np.zeros(len(chosen.choices)), np.zeros(len(chosen.choices))
@@ -73,9 +75,8 @@ class OpSeconds:
                 lost += count * float(seconds(kernel)[0] - seconds(replace(kernel, as_cut=None))[0])
         return lost * info(chosen.node).chunks
 
-    def source(self, chosen: Chosen) -> str:
+    def source(self, kernels: Kernels) -> str:
         """The source of an op's seconds: its own kernel's, or else the first beside it; "" without kernels."""
-        kernels = self.kernels(chosen)
         ran = [*kernels.forward, *(kernel for _, kernel in kernels.beside)]
         return self.costs.source(ran[0]) if ran else ""
 

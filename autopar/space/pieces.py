@@ -37,7 +37,7 @@ def memory_of(
     bytes_ = shared.bytes
     schedule = schedule.moving(_gathered(wiring, parameters, bytes_))
     trained = trained_parameters(graph)
-    lifetimes = shared.once("lifetimes", (), lambda: _lifetimes(graph, setting, len(trained), parameters, shared))
+    lifetimes = _lifetimes(graph, setting, len(trained), parameters, shared)
     clock = lifetimes.clock
     buckets = GradientBuckets.of(trained, lifetimes, schedule, wiring, setting)
     op_bytes = OpBytes(wiring, lifetimes, bytes_, setting.cluster.device.kernels)
@@ -66,8 +66,12 @@ def memory_of(
 
 def _lifetimes(graph: Graph, setting: Setting, trained: int, parameters: ParameterValues, shared: Shared) -> Lifetimes:
     kind = setting.cluster.device.kernels
-    clock = Clock.of(graph, _updates(trained, setting))
-    return Lifetimes(graph, clock, parameters, kind, held_by_kernels(shared.kernels, kind))
+    updates = _updates(trained, setting)
+
+    def made() -> Lifetimes:
+        return Lifetimes(graph, Clock.of(graph, updates), parameters, kind, held_by_kernels(shared.kernels, kind))
+
+    return shared.of_graph(("lifetimes", kind, updates), (graph, parameters, shared.kernels), made)
 
 
 def _gathered(wiring: Wiring, parameters: ParameterValues, bytes_: LocalBytes) -> set[fx.Node]:

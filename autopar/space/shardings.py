@@ -12,8 +12,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +31,7 @@ from autopar.space.schedule import schedule_of
 from autopar.space.setting import Setting
 from autopar.space.shared import Shared
 from autopar.space.sites import SiteBuilder
-from autopar.space.space import Outdone, Site, Space
+from autopar.space.space import Rival, Site, Space
 from autopar.space.wiring import source_of
 
 
@@ -41,27 +40,31 @@ def shardings(
     setting: Setting,
     constraints: Mapping[str, Any] | None = None,
     preset: Preset | None = None,
-    known: float = math.inf,
+    rival: Rival | None = None,
     shared: Shared | None = None,
 ) -> Space:
     """The space of all legal, priced ways to run `graph` in a setting, under constraints and a preset.
 
-    Raises `Outdone` where the ops alone take as long as a plan that is `known`. `shared` has the tables of another
-    space of this graph and mesh, whose policies of parameters alone may differ.
+    Raises `Outdone` where no plan takes less than the `rival`. `shared` has the tables of another space of this graph
+    and mesh, whose policies of parameters alone may differ.
     """
     pins = Constraints(constraints, setting.mesh, preset)
     setting = replace(setting, regather=setting.regather or pins.speak_of_gathering)
     shared = shared or Shared.of(graph, setting)
-    bindings = shared.once("bindings", (), lambda: Bindings.of(graph, setting.strict))
-    parameters = shared.once("parameters", (), lambda: ParameterValues.of(graph, setting.reduce))
+    rival = rival or Rival()
+    of_graph = shared.of_graph
+    bindings = of_graph(("bindings", setting.strict), (graph,), lambda: Bindings.of(graph, setting.strict))
+    reduced = "parameters", setting.reduce
+    parameters = of_graph(reduced, (graph,), lambda: ParameterValues.of(graph, setting.reduce))
     drafts, narrowing = SiteBuilder(graph, setting, bindings, parameters, shared).drafts(), Narrowing()
     if pins.pins:
         Pinning(graph, setting.mesh, bindings, pins).pin(drafts)
     for draft in drafts.values():
         narrowing.narrow(draft, draft.keep)
-    _check_against(known, [draft.site for draft in drafts.values()])
+    rival.check_sites([draft.site for draft in drafts.values()])
     ops = list(bindings.rules)
-    schedule = schedule_of(ops, setting.window_bytes)
+    least = setting.window_bytes
+    schedule = of_graph(("schedule", least), (graph,), lambda: schedule_of(ops, least))
     edges = EdgeBuilder(setting, parameters, schedule, pins.habits, shared)
     wiring = edges.wiring(drafts)
     if pins.habits:  # they leave many choices that go with none
@@ -76,14 +79,14 @@ def shardings(
         wiring.edges,
         setting,
     )
-    told = CostLines(graph, setting, bindings, shared.kernels)
-    return Space(
+    told = CostLines(graph, setting, bindings, shared.kernels, of_graph)
+    space = Space(
         setting,
         wiring.sites,
         wiring.edges,
         edges.conversions,
         graph.digest,
-        memory_of(graph, setting, wiring, schedule, parameters, shared),
+        None,
         windows,
         told,
         told.unaligned,
@@ -92,14 +95,8 @@ def shardings(
         shared.kernels,
         frozenset(info(n).key for n in parameters.runs_once(setting)),
     )
-
-
-def _check_against(known: float, sites: Sequence[Site]) -> None:
-    """Raise `Outdone` where the fastest choices of all sites take as long as a known plan."""
-    least = {id(s.seconds): float(s.seconds.min()) for s in sites}
-    floor = sum(least[id(s.seconds)] for s in sites)
-    if floor >= known:
-        raise Outdone(floor)
+    rival.check(space)
+    return replace(space, memory=memory_of(graph, setting, wiring, schedule, parameters, shared))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

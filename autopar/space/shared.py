@@ -34,18 +34,22 @@ class Shared:
     values: ShapeConsistencyManager
     bytes: LocalBytes
     kernels: KernelSites
+    of_graph: Once  # what is read of the graph alone; spaces of other meshes share it
     choices: dict[Hashable, tuple[Choice, ...]] = field(default_factory=dict)  # strategies and sizes -> choices
     sites: dict[Hashable, Site] = field(default_factory=dict)  # sites by all that their choices and seconds depend on
     # managers of gathers and reductions, by their messages and kinds
     by_message: dict[tuple[Message, tuple[str, ...]], ShapeConsistencyManager] = field(default_factory=dict)
-    # shared edges, their ends and their tables; and what is read of the graph alone, by name
+    # shared edges, their ends and their tables
     once: Once = field(default_factory=Once)
 
     @staticmethod
-    def of(graph: Graph, setting: Setting) -> Shared:
+    def of(graph: Graph, setting: Setting, of_graph: Once | None = None) -> Shared:
+        """New tables; `of_graph` has what spaces on other meshes have read of the graph."""
+        of_graph = of_graph or Once()
         values = ShapeConsistencyManager(setting.mesh, setting.cluster)
-        kernels = KernelSites.of(graph, setting.kernels, setting.apart)
-        return Shared(setting, values, LocalBytes(setting.mesh), kernels)
+        named = "kernels", setting.kernels, setting.apart
+        kernels = of_graph(named, (graph,), lambda: KernelSites.of(graph, setting.kernels, setting.apart))
+        return Shared(setting, values, LocalBytes(setting.mesh), kernels, of_graph)
 
     def gathers(self, schedule: Schedule, parameters: ParameterValues) -> ShapeConsistencyManager:
         """Conversions of parameters that are gathered in the windows of a schedule; one for equal messages."""

@@ -70,8 +70,8 @@ class SiteBuilder:
         self.bindings = bindings
         self.parameters = parameters
         self.runs_once = parameters.runs_once(setting)
-        self.blocks = DimBlocks(bindings)
-        self.seconds = OpSeconds(graph, setting, shared.kernels)
+        self.blocks = shared.of_graph("blocks", (bindings,), lambda: DimBlocks(bindings))
+        self.seconds = OpSeconds(graph, setting, shared.kernels, shared.of_graph)
         self._crossed, self._known = shared.choices, shared.sites
         self.once = Once()  # shared tables of parameters with storage policies
         self.on_host = StatesOnHost.of(graph, setting)
@@ -228,7 +228,8 @@ class SiteBuilder:
                 legal = tuple(s for s in legal if s.is_unused or takes_sums(call, s))
             choices = self._cross(legal, {})
         chosen = Chosen(node, binding, choices, self.bindings.tensors[node])
-        compute = self.seconds.compute(chosen)
+        kernels = self.seconds.kernels(chosen)
+        compute = self.seconds.compute(chosen, kernels)
         if about.chunks > 1:
             compute = seconds_in_chunks(self.seconds, chosen, compute)
         sent = exchange_seconds(self.seconds, chosen, compute)
@@ -237,7 +238,7 @@ class SiteBuilder:
         line = ""
         if not has_rule and about.random < 0 and is_users:
             line = suspected(node.target, typed(node.kwargs), types, about.outputs)
-        source = self.seconds.source(chosen) if compute else ""
+        source = self.seconds.source(kernels) if compute else ""
         return Site(
             about.key,
             name,

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -178,6 +179,31 @@ class Outdone(Exception):
     def __init__(self, floor: float) -> None:
         super().__init__(f"{floor} s at least")
         self.floor = floor
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A plan that is known, of another space. A space is made no further once its plans are known to be slower.
+
+    `bound` gives the seconds that no plan of a space goes below, whatever it holds.
+    """
+
+    seconds: float = math.inf
+    bound: Callable[[Space], float] | None = None
+
+    def check_sites(self, sites: Sequence[Site]) -> None:
+        """Raise `Outdone` where the fastest choices of all sites take as long as the rival."""
+        least = {id(s.seconds): float(s.seconds.min()) for s in sites}
+        self._check(sum(least[id(s.seconds)] for s in sites))
+
+    def check(self, space: Space) -> None:
+        """Raise `Outdone` where the bound says that no plan of a space is faster than the rival."""
+        if self.bound is not None and math.isfinite(self.seconds):
+            self._check(self.bound(space))
+
+    def _check(self, floor: float) -> None:
+        if floor >= self.seconds:
+            raise Outdone(floor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

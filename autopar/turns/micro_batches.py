@@ -60,6 +60,7 @@ class _MicroBatch(Writer):
     def __init__(self, graph: Graph, turns: int, keeps_outputs: bool) -> None:
         super().__init__(graph, turns)
         self.keeps_outputs = keeps_outputs
+        self.strategies: dict[tuple[int, tuple[OnTime, ...]], Strategy | None] = {}  # by kind of call and its operands
         self.rows = rows_of_batch(graph)
 
     def run(self) -> Graph:
@@ -105,7 +106,11 @@ class _MicroBatch(Writer):
             self._after(node, operands)
             return
         lies = [g.lies for g in given]
-        strategy = strategy_in_turns(node, self.bindings.rules[node], operands, lies, self.turns, self.rows)
+        alike = self.bindings.kinds[node], tuple(lies)
+        if alike not in self.strategies:
+            rule = self.bindings.rules[node]
+            self.strategies[alike] = strategy_in_turns(node, rule, operands, lies, self.turns, self.rows)
+        strategy = self.strategies[alike]
         of_inputs = all(g.lies.of_inputs for g in given) and not any(t.requires_grad for t in info(node).outputs)
         if strategy is None and of_inputs:
             strategy = _whole_everywhere(len(operands), len(info(node).outputs))
