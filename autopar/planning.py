@@ -190,7 +190,7 @@ class Planning:
                 except _DoesNotFit:
                     left.append(space.setting.window_bytes)
             if left and found.best is None and self.request.chunks == "auto":
-                raise _DoesNotFit(space)
+                raise _DoesNotFit(made[-1])
         for least in sorted(left):  # small windows hold copies for the shortest time
             try:
                 found.add(functools.partial(self._within_budget, least, spaces, defaults))

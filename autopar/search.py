@@ -47,8 +47,8 @@ def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial:
     """
     began = time.monotonic()
 
-    def inside(of_stage: Request, known: float = math.inf) -> Plan:
-        return _in_few_turns(graph, of_stage, started, is_trial or of_stage.pipeline is not None, known)
+    def inside(request: Request, known: float = math.inf) -> Plan:
+        return _in_few_turns(graph, request, started, is_trial or request.pipeline is not None, known)
 
     best = inside(request) if request.pipeline is None else staged(graph, request, inside)
     found = replace(best, workload=workload_of(graph, request))

@@ -181,6 +181,7 @@ class ShapeConsistencyManager:
         self._graphs: dict[_Tensor, _Graph] = {}
         self._seconds: dict[_Tensor, np.ndarray] = {}
         self._routes: dict[tuple[_Tensor, int], _Routes] = {}
+        self._steps: dict[tuple[str, int, bool, int], float] = {}  # seconds by kind, axis, turned, and bytes
 
     def path(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> Path:
         """The cheapest path from `source` to `target` for a tensor of this global shape; a letter if none."""
@@ -271,10 +272,13 @@ class ShapeConsistencyManager:
             else before
         )
         assert gathered is not None, (step, before)
-        levels = self._levels[step.kind][step.axis]
-        return self.costs.step(
-            step.kind, step.dim, levels, self._bytes(gathered, itemsize), self.messages.get(step.kind, ALONE)
-        )
+        nbytes = self._bytes(gathered, itemsize)
+        alike = step.kind, step.axis, step.dim > 0, nbytes
+        if alike not in self._steps:
+            levels = self._levels[step.kind][step.axis]
+            message = self.messages.get(step.kind, ALONE)
+            self._steps[alike] = self.costs.step(step.kind, step.dim, levels, nbytes, message)
+        return self._steps[alike]
 
     def _bytes(self, layout: Layout, itemsize: int) -> int:
         """Bytes of a layout on the fullest device, the one at coordinate 0."""

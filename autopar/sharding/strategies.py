@@ -79,11 +79,13 @@ class Choice:
         return tuple(s.outputs[i] for s in self.strategies)
 
 
-def values(flows: Sequence[Flow]) -> Sharding:
+@functools.lru_cache(maxsize=1 << 14)
+def values(flows: tuple[Flow, ...]) -> Sharding:
     return Sharding(tuple(f.value for f in flows))
 
 
-def gradients(flows: Sequence[Flow]) -> Sharding:
+@functools.lru_cache(maxsize=1 << 14)
+def gradients(flows: tuple[Flow, ...]) -> Sharding:
     return Sharding(tuple(f.gradient for f in flows))
 
 

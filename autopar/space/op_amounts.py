@@ -11,7 +11,7 @@ import numpy as np
 from autopar.ops.entry import facts_of
 from autopar.sharding.cost_model import Matrices
 from autopar.sharding.mesh import DeviceMesh
-from autopar.sharding.placement import largest_local_shape
+from autopar.sharding.placement import Flow, largest_local_shape
 from autopar.sharding.strategies import values
 from autopar.space.chosen import Chosen, local_sizes
 from autopar.space.product_roles import groups_of_rows, roles_of
@@ -40,10 +40,14 @@ def amounts_of(chosen: Chosen, traffic: Traffic, mesh: DeviceMesh) -> Amounts:
         groups = groups_of_rows(chosen.binding, loops) if roles is not None else groups
     count = len(chosen.choices)
     points, moved, back, matrices = np.empty(count), np.empty(count), np.empty(count), np.empty((4, count))
+    elements: dict[tuple[tuple[int, ...], tuple[Flow, ...]], int] = {}  # of the fullest device
     for i, choice in enumerate(chosen.choices):
         ends = [(t, choice.operand(k)) for k, t in enumerate(chosen.operands)]
         ends += [(t, choice.output(k)) for k, t in enumerate(chosen.outputs)]
-        held = [math.prod(largest_local_shape(t.shape, values(flows), mesh)) for t, flows in ends]
+        for type_, flows in ends:
+            if (type_.shape, flows) not in elements:
+                elements[type_.shape, flows] = math.prod(largest_local_shape(type_.shape, values(flows), mesh))
+        held = [elements[t.shape, flows] for t, flows in ends]
         nbytes = [n * t.itemsize for n, (t, _) in zip(held, ends, strict=True)]
         moved[i] = sum(share * nbytes[k] for k, share in traffic.forward)
         back[i] = sum(share * nbytes[k] for k, share in traffic.backward) / traffic.gradients
