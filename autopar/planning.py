@@ -432,7 +432,7 @@ class _Fastest:
 
     @property
     def plan(self) -> Plan:
-        """The fastest plan, with the bound of all searches; raises `Outdone` where all say that none is faster."""
+        """The fastest plan, with the bound of all searches; raises `Outdone` where there is none."""
         if self.best is None:
             raise Outdone(self.bound)
         return replace(self.best, lower_bound_s=self.bound)

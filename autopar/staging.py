@@ -45,6 +45,14 @@ _ON_A_V = ("zb-v", "dualpipe-v")  # orders with two stages on each coordinate
 _OF_ANY_NUMBER = ("gpipe", "interleaved", "greedy")  # orders with as many stages on each coordinate as there are
 
 
+class _Slower(Exception):
+    """Raised where the fastest stages found, whatever they hold, take longer than a plan that is known."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(f"{bound} s at least")
+        self.bound = bound
+
+
 class Inside(Protocol):
     """Plans what a stage does; raises `Outdone` where a bound says that no plan takes less than `known` seconds."""
 
@@ -86,6 +94,8 @@ def _in_any_number(graph: Graph, request: Request, asked: Asked, inside: Inside)
             rows.append((f"{name} of {plan.mesh}", plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""))
         except Outdone as e:
             rows.append((name, 0.0, e.floor, 0, "slower, even if no stage waited"))
+        except _Slower as e:
+            rows.append((name, 0.0, e.bound, 0, "slower, whatever they hold"))
         except Letter as e:
             letters.append(e)
             rows.append((name, 0.0, 0.0, 0, e.what))
@@ -110,6 +120,7 @@ def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Inside, kno
     _starts(blocks_of(list(graph.nodes)), asked)
     plans: list[Plan] = []
     letter: Letter | None = None
+    slower: _Slower | None = None
     for turns in _numbers_of_turns(graph, request, int(asked.size)):
         mesh = plans[0].mesh if plans else request.mesh  # meshes are searched with one number of them
         try:
@@ -121,10 +132,14 @@ def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Inside, kno
             if not plans:
                 raise
             break
+        except _Slower as e:
+            slower = e
         except (Infeasible, NotServed) as e:
             letter = letter or e
     if plans:
         return min(plans, key=lambda plan: plan.step_time_s)
+    if slower is not None:
+        raise slower
     assert letter is not None
     raise letter
 
@@ -141,7 +156,8 @@ def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> list[int]:
 def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Inside, known: float) -> Plan:
     """The fastest plan found in some micro-batches; under a budget one that saves as much as fits.
 
-    Raises `Outdone` where the busiest of as many stages would work for `known` seconds at least.
+    Raises `Outdone` where the busiest of as many stages would work for `known` seconds at least, and `_Slower` where
+    stages take as long without a budget: no budget is searched then.
     """
     freer = _of_a_stage(replace(request, memory_budget=math.inf), asked)
     inside = functools.partial(_shared_evenly, inside, int(asked.size), known)
@@ -155,7 +171,10 @@ def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Inside, know
         try:
             if share < 1.0:
                 plan = inside(replace(freer, memory_budget=peak - round((1 - share) * saved)))
-            return _Cutting(turned, plan, units, request, asked).plan()
+            cutting = _Cutting(turned, plan, units, request, asked)
+            if share == 1.0 and math.isfinite(request.budget) and math.isfinite(known):
+                cutting.check(known)
+            return cutting.plan()
         except Infeasible as e:
             letter = letter or e
     assert letter is not None
@@ -206,6 +225,12 @@ class _Cutting:
         self.borders = _borders(graph, plan, units)
         self.atoms = _atoms(self.found, units, _seconds(request, self.mesh, asked.axis, self.borders))
         self.starts = _starts(units.names, asked)
+
+    def check(self, known: float) -> None:
+        """Raise `_Slower` where the fastest stages, whatever they hold, take `known` seconds."""
+        choice = self._choice(_merged(self.atoms, self.starts), math.inf)
+        if choice.run.seconds + _once(self.found, self._ends(choice), choice.order.place) >= known:
+            raise _Slower(choice.bound + float(self.found.once.sum()) / self.coordinates)
 
     def plan(self) -> Plan:
         """The plan with the fastest stages."""

@@ -40,13 +40,10 @@ def amounts_of(chosen: Chosen, traffic: Traffic, mesh: DeviceMesh) -> Amounts:
         groups = groups_of_rows(chosen.binding, loops) if roles is not None else groups
     count = len(chosen.choices)
     points, moved, back, matrices = np.empty(count), np.empty(count), np.empty(count), np.empty((4, count))
-    elements: dict[tuple[tuple[int, ...], tuple[Flow, ...]], int] = {}  # of the fullest device
+    elements = _Elements(mesh)
     for i, choice in enumerate(chosen.choices):
         ends = [(t, choice.operand(k)) for k, t in enumerate(chosen.operands)]
         ends += [(t, choice.output(k)) for k, t in enumerate(chosen.outputs)]
-        for type_, flows in ends:
-            if (type_.shape, flows) not in elements:
-                elements[type_.shape, flows] = math.prod(largest_local_shape(type_.shape, values(flows), mesh))
         held = [elements[t.shape, flows] for t, flows in ends]
         nbytes = [n * t.itemsize for n, (t, _) in zip(held, ends, strict=True)]
         moved[i] = sum(share * nbytes[k] for k, share in traffic.forward)
@@ -63,6 +60,19 @@ def amounts_of(chosen: Chosen, traffic: Traffic, mesh: DeviceMesh) -> Amounts:
             points[i] = max(held, default=0)
     starts = traffic.starts, traffic.starts_back
     return Amounts(per_point * points, moved, back, starts, None if roles is None else Matrices(*matrices))
+
+
+class _Elements(dict[tuple[tuple[int, ...], tuple[Flow, ...]], int]):
+    """Elements that the fullest device holds, by global shape and flows: many choices have the same."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def __missing__(self, key: tuple[tuple[int, ...], tuple[Flow, ...]]) -> int:
+        shape, flows = key
+        found = self[key] = math.prod(largest_local_shape(shape, values(flows), self.mesh))
+        return found
 
 
 def _product(sizes: Mapping[str, int], factors: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.graph.graph import Graph, TensorType, info
+from autopar.once import Once
 from autopar.sharding.cluster import Cluster
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.bindings import Bindings
@@ -27,7 +28,7 @@ from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.pieces import memory_of
 from autopar.space.pinning import Narrowing, Pinning, supported
-from autopar.space.schedule import schedule_of
+from autopar.space.schedule import Schedule, schedule_of
 from autopar.space.setting import Setting
 from autopar.space.shared import Shared
 from autopar.space.sites import SiteBuilder
@@ -52,10 +53,7 @@ def shardings(
     setting = replace(setting, regather=setting.regather or pins.speak_of_gathering)
     shared = shared or Shared.of(graph, setting)
     rival = rival or Rival()
-    of_graph = shared.of_graph
-    bindings = of_graph(("bindings", setting.strict), (graph,), lambda: Bindings.of(graph, setting.strict))
-    reduced = "parameters", setting.reduce
-    parameters = of_graph(reduced, (graph,), lambda: ParameterValues.of(graph, setting.reduce))
+    bindings, parameters, schedule = _read(graph, setting, shared.of_graph)
     drafts, narrowing = SiteBuilder(graph, setting, bindings, parameters, shared).drafts(), Narrowing()
     if pins.pins:
         Pinning(graph, setting.mesh, bindings, pins).pin(drafts)
@@ -63,8 +61,6 @@ def shardings(
         narrowing.narrow(draft, draft.keep)
     rival.check_sites([draft.site for draft in drafts.values()])
     ops = list(bindings.rules)
-    least = setting.window_bytes
-    schedule = of_graph(("schedule", least), (graph,), lambda: schedule_of(ops, least))
     edges = EdgeBuilder(setting, parameters, schedule, pins.habits, shared)
     wiring = edges.wiring(drafts)
     if pins.habits:  # they leave many choices that go with none
@@ -79,7 +75,7 @@ def shardings(
         wiring.edges,
         setting,
     )
-    told = CostLines(graph, setting, bindings, shared.kernels, of_graph)
+    told = CostLines(graph, setting, bindings, shared.kernels, shared.of_graph)
     space = Space(
         setting,
         wiring.sites,
@@ -97,6 +93,16 @@ def shardings(
     )
     rival.check(space)
     return replace(space, memory=memory_of(graph, setting, wiring, schedule, parameters, shared))
+
+
+def _read(graph: Graph, setting: Setting, once: Once) -> tuple[Bindings, ParameterValues, Schedule]:
+    """Rules, values of parameters and windows of a graph, read `once` for the spaces of all meshes."""
+    strict = setting.strict
+    reduce = setting.reduce
+    least = setting.window_bytes
+    bindings = once(("bindings", strict), (graph,), lambda: Bindings.of(graph, strict))
+    parameters = once(("parameters", reduce), (graph,), lambda: ParameterValues.of(graph, reduce))
+    return bindings, parameters, once(("schedule", least), (graph,), lambda: schedule_of(list(bindings.rules), least))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,7 +34,7 @@ class Shared:
     values: ShapeConsistencyManager
     bytes: LocalBytes
     kernels: KernelSites
-    of_graph: Once  # what is read of the graph alone; spaces of other meshes share it
+    of_graph: Once  # Spaces of other meshes share what is read of the graph alone.
     choices: dict[Hashable, tuple[Choice, ...]] = field(default_factory=dict)  # strategies and sizes -> choices
     sites: dict[Hashable, Site] = field(default_factory=dict)  # sites by all that their choices and seconds depend on
     # managers of gathers and reductions, by their messages and kinds

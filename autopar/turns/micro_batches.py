@@ -60,7 +60,7 @@ class _MicroBatch(Writer):
     def __init__(self, graph: Graph, turns: int, keeps_outputs: bool) -> None:
         super().__init__(graph, turns)
         self.keeps_outputs = keeps_outputs
-        self.strategies: dict[tuple[int, tuple[OnTime, ...]], Strategy | None] = {}  # by kind of call and its operands
+        self.strategies: dict[tuple[int, tuple[OnTime, ...]], Strategy | None] = {}  # Calls that are alike share one.
         self.rows = rows_of_batch(graph)
 
     def run(self) -> Graph:

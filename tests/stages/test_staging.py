@@ -75,6 +75,17 @@ def test_a_number_of_stages_is_weighed_against_none():
     assert plan.step_time_s == min(told.values())
 
 
+def test_numbers_of_stages_that_a_bound_rules_out_are_slower():
+    """Their floors lie between the best step and that of the same number of stages, planned alone."""
+    plan = autopar.plan(*decoder(), mesh=8, pipeline="auto", memory_budget="inf")
+    assert plan.pipeline is None
+    assert plan.meshes[-1][-1] == "the model has 6 blocks, and pipeline=8 asks for more stages"
+    for count, (name, seconds, floor, _, why) in zip((2, 4), plan.meshes[1:], strict=False):
+        alone = autopar.plan(*decoder(), mesh=8, pipeline=count, memory_budget="inf")
+        assert (name, seconds, why) == (f"{count} stages", 0.0, "slower, even if no stage waited")
+        assert plan.step_time_s < floor <= alone.step_time_s
+
+
 def test_a_mesh_with_one_stage_is_a_mesh_without():
     one = planned(mesh=autopar.DeviceMesh((1, 2), ("pp", "dp")))
     assert one.to_dict() == planned(mesh=autopar.DeviceMesh((2,), ("dp",))).to_dict()
