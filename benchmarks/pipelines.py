@@ -2,6 +2,7 @@
 
     python -m benchmarks.pipelines
     python -m benchmarks.pipelines plans        LLaMA-8B on 64 H100 as autopar plans it, and the CPU seconds of planning
+    python -m benchmarks.pipelines overlap      best cuts where communication runs beside compute, and where it does not
     python -m benchmarks.pipelines held         predicted peaks of ranks beside what they hold
     python -m benchmarks.pipelines steps        predicted steps beside those of the executor over gloo
 
@@ -21,7 +22,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.stages import Atoms, Block, Order, Prices, StagePrices, order_of, prove, simulated
 from tests.stages.tables import torch_order
@@ -214,18 +216,43 @@ def published() -> Iterator[str]:
     yield f"\nMedian error {100 * median:.1f} % of {len(errors)} rows that were judged, {over} of them over 5 %."
 
 
-def plans() -> Iterator[str]:
-    """Lines of the third table: cuts, steps and CPU seconds of planning, of 64 rows of 8,192 tokens in bf16."""
+def llama() -> tuple[Any, dict[str, Any]]:
+    """LLaMA-8B in bf16, and 64 rows of 8,192 tokens."""
     import torch
     import transformers
-
-    import autopar
 
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     config = transformers.LlamaConfig(num_hidden_layers=32, vocab_size=128256, use_cache=False, **shape)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.empty(64, 8192, dtype=torch.int64)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def overlap() -> Iterator[str]:
+    """The best cuts of 1F1B with ZeRO-3 in four stages, with and without overlap, each under both."""
+    import autopar
+
+    model, batch = llama()
+    shown = autopar.Cluster.of("h100-8x8")
+    clusters = {"with": shown, "without": replace(shown, hidden=0.0)}
+    mesh = autopar.DeviceMesh((4, 16), ("pp", "dp"))
+    how = {"mesh": mesh, "microbatches": 4, "memory_budget": "inf", "parallel": "zero3"}
+    yield "| best | blocks | seconds a step with overlap | without |"
+    yield "|---|---|---|---|"
+    for name, cluster in clusters.items():
+        plan = autopar.plan(model, batch, cluster=cluster, pipeline={"schedule": "1f1b"}, **how)
+        asked = {"schedule": "1f1b", "cuts": list(plan.pipeline.firsts)}
+        each = [autopar.plan(model, batch, cluster=c, pipeline=asked, **how).step_time_s for c in clusters.values()]
+        cut = ", ".join(str(len(stage.blocks)) for stage in plan.pipeline.stages)
+        yield f"| {name} overlap | {cut} | {each[0]:.4f} | {each[1]:.4f} |"
+
+
+def plans() -> Iterator[str]:
+    """Lines of the third table: cuts, steps and CPU seconds of planning, of 64 rows of 8,192 tokens in bf16."""
+    import autopar
+
+    model, batch = llama()
     in_eight = {"mesh": autopar.DeviceMesh((8, 8), ("pp", "dp")), "microbatches": 16}
     equal = {"schedule": "1f1b", "cuts": [f"model.layers.{k}" for k in range(4, 32, 4)]}
     asked = {
@@ -234,12 +261,14 @@ def plans() -> Iterator[str]:
         "p = 8, any order": in_eight,
         "p = 4 x (4, 4), any order": {"mesh": autopar.DeviceMesh((4, 4, 4), ("pp", "dp", "tp")), "microbatches": 16},
         'pipeline="auto"': {"mesh": 64, "pipeline": "auto"},
+        'pipeline="auto", 54 GiB': {"mesh": 64, "pipeline": "auto", "memory_budget": "54GiB"},
     }
     yield "| asked | order | blocks | seconds a step | over its bound | idle | most GiB | CPU seconds |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, how in asked.items():
         began = time.process_time()
-        plan = autopar.plan(model, {"input_ids": ids, "labels": ids}, cluster="h100-8x8", memory_budget="inf", **how)
+        how = {"cluster": "h100-8x8", "memory_budget": "inf", **how}
+        plan = autopar.plan(model, batch, **how)
         took = time.process_time() - began
         stages = plan.pipeline
         cut = ", ".join(str(len(stage.blocks)) for stage in stages.stages) if stages else "all"
@@ -285,7 +314,7 @@ def steps() -> Iterator[str]:
             yield f"| {' | '.join(map(str, row))} |"
 
 
-PARTS = {"plans": plans, "held": held, "steps": steps}
+PARTS = {"plans": plans, "overlap": overlap, "held": held, "steps": steps}
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from autopar.letters import Infeasible
 from autopar.stages import Atoms, Block, Order, Prices, StagePrices, best_cuts, bound, order_of
+from autopar.stages.bounds import CutsByBound, condition_of
 from autopar.stages.simulate import Steps
 from tests.stages.tables import seconds
 
@@ -117,6 +118,39 @@ def test_1f1b_is_near_its_bound():
         assert lower <= found.run.seconds * (1 + 1e-12) <= lower * (1.06 if n_of < 8 else 1.03)
         over += found.run.seconds > lower * 1.05
     assert over <= 1
+
+
+def orders_of_one(n: int, cap: int, forwards: int = 0, backwards: int = 0) -> list[str]:
+    """All ways in which a coordinate may run n turns in their order, with at most `cap` of them in flight."""
+    if backwards == n:
+        return [""]
+    found = []
+    if forwards < n and forwards - backwards < cap:
+        found += ["F" + rest for rest in orders_of_one(n, cap, forwards + 1, backwards)]
+    if backwards < forwards:
+        found += ["B" + rest for rest in orders_of_one(n, cap, forwards, backwards + 1)]
+    return found
+
+
+def test_no_order_is_faster_where_1f1b_is_farthest_from_its_bound():
+    p, n = 3, 6
+    atoms = Atoms.alike(32, Block(1, 1, 1), Block(0.1, 0, 0.2), Block(1.6, 1.6, 1.6))
+    caps = [p - r for r in range(p)]
+    found = best_cuts(atoms, p, n, ("1f1b",))
+    condition = condition_of(atoms, p, n, False)
+    orders = []
+    for rows in product(*(orders_of_one(n, cap) for cap in caps)):
+        turns = [{kind: iter(range(n)) for kind in "FB"} for _ in rows]
+        texts = [" ".join(f"{r}{kind}{next(turns[r][kind])}" for kind in row) for r, row in enumerate(rows)]
+        orders.append(Order.of(range(p), n, texts))
+    assert len(orders) == 2848
+    one = Prices((StagePrices(1, 1, 1),) * p)
+    tables = [Steps(order) for order in orders if seconds(order, one) < math.inf]
+    for lower, cut in CutsByBound(32, p, lambda r, a, z: condition(r, a, z, caps[r])):
+        if lower >= found.run.seconds:
+            break
+        prices = prices_by_hand(atoms, cut)
+        assert min(max(table.ends(prices)) for table in tables) >= found.run.seconds * (1 - 1e-12)
 
 
 def test_cuts_count_what_the_head_takes():
