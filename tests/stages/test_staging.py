@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import autopar
-from autopar import staging
+from autopar import search, staging
+from autopar.request import Request
 from autopar.testing import on_local_tensor, on_processes, on_threads
 from tests.stages.holding import BY_DAY, PAIRS, peak, peaks, said
 from tests.stages.models import Decoder, case
@@ -84,6 +85,19 @@ def test_numbers_of_stages_that_a_bound_rules_out_are_slower():
         alone = autopar.plan(*decoder(), mesh=8, pipeline=count, memory_budget="inf")
         assert (name, seconds, why) == (f"{count} stages", 0.0, "slower, even if no stage waited")
         assert plan.step_time_s < floor <= alone.step_time_s
+
+
+def test_no_budget_is_searched_for_stages_that_are_slower_without_one():
+    """A plan of another number of stages takes what these take without a budget, and nothing fits in that budget."""
+    free = autopar.plan(*decoder(), mesh=4, pipeline=2, microbatches=8, memory_budget="inf")
+    request = Request(mesh=4, pipeline=2, microbatches=8, memory_budget="100KB")
+    graph = request.trace(*decoder())
+
+    def inside(request, known=math.inf):
+        return search._in_few_turns(graph, request, is_trial=True, known=known)
+
+    with pytest.raises(staging._Slower):
+        staging._in_stages(graph, request, request.pipeline, inside, free.step_time_s)
 
 
 def test_a_mesh_with_one_stage_is_a_mesh_without():
