@@ -64,8 +64,8 @@ class Generating(GenerationMixin):
                 advice='inputs="global", or autopar.gather(model)',
             )
         to = state.setup.how.pad_to or 1
-        state.cache_length = max(state.cache_length, -(-length // to) * to)
-        return CarriedCache.of(self.config.get_text_config(decoder=True), state.cache_length, windows)
+        state.caches.length = max(state.caches.length, -(-length // to) * to)
+        return CarriedCache.of(self.config.get_text_config(decoder=True), state.caches.length, windows)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
@@ -95,6 +95,11 @@ class Generating(GenerationMixin):
         return {**model_kwargs, "encoder_outputs": _ToEncode({name: inputs_tensor})}
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        trial = self._own.caches.trial
+        cache = kwargs.get(_CACHE)
+        if trial.is_open and cache is not None and int(cache.get_seq_length()):
+            without = {**kwargs, _CACHE: None, "use_cache": False, "next_sequence_length": None}
+            trial.expect(self(**super().prepare_inputs_for_generation(*args, **without), return_dict=True))
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
         if isinstance(inputs.get("encoder_outputs"), _ToEncode):
             inputs |= inputs.pop("encoder_outputs")
@@ -104,6 +109,7 @@ class Generating(GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
+        self._own.caches.trial.compare(outputs)
         updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
         if isinstance(updated.get("encoder_outputs"), _ToEncode):
             updated["encoder_outputs"] = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)

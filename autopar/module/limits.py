@@ -31,6 +31,7 @@ class Limits:
     noise: float = 1e-2  # share of all gradients under which one is rounding, such as that of a key's bias
     named: int = 4  # modules or parameters that a text names
     objects: int = 100_000  # objects behind an attribute or a function, above which it has no text that is compared
+    cache_error: float = 0.05  # most that logits differ with a cache and without, as a share of the largest
     handed_bytes: int = 1 << 29  # bytes of tensors that a rank holds beside the model while it hands them over
     watch: WatchLimits = WatchLimits()
 

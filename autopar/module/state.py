@@ -19,6 +19,7 @@ from autopar.graph.calls import Call
 from autopar.graph.graph import Graph, changing_buffers
 from autopar.graph.held import Registered
 from autopar.module.attributes import Attributes, Sight
+from autopar.module.cache_trial import CacheTrial
 from autopar.module.limits import LIMITS
 from autopar.module.padding import Padding
 from autopar.module.reads import Reads
@@ -57,6 +58,14 @@ class Replan(Protocol):
     def __call__(
         self, model: nn.Module, call: Call, first: Plan, reads: Reads, *, is_trial: bool, has_gradients: bool
     ) -> tuple[Graph, Plan]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Caches:
+    """What a model knows of the caches with which it generates."""
+
+    trial: CacheTrial
+    length: int = 0  # tokens of the longest
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +120,7 @@ class ModelState:
         self.made = 0  # how many programs there have been
         self.parts: Parts | None = None  # the ranks' own rows, for inputs="local"
         self.padding: Padding | None = None  # lengths and kinds of calls, for pad_to=
-        self.cache_length = 0  # tokens of the longest cache of `generate`
+        self.caches = Caches(CacheTrial(self))
 
     def program(self, model: nn.Module, leaves: list[Any], structure: Any) -> SituatedProgram:
         """The program for this call: a known one, or a new one."""

@@ -31,12 +31,16 @@ _LINEAR |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MOE |= {"shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"]}
 _T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+_NEO = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 6}
+_NEO["attention_types"] = [[["global", "local"], 1]]
 FAMILIES = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 96}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_HEADS}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SIZES, **_HEADS, "head_dim": 8}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_SIZES, **_HEADS, "head_dim": 8, **_SLIDING}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_SIZES, **_HEADS, "sliding_window": 4}),
+    "gptneo": ("GPTNeoForCausalLM", "GPTNeoConfig", _NEO),
+    "roberta": ("RobertaForCausalLM", "RobertaConfig", {**_SIZES, "num_attention_heads": 4, "is_decoder": True}),
     "t5": ("T5ForConditionalGeneration", "T5Config", {**_T5, "decoder_start_token_id": 0}),
 }
 WITH_STATES = {
@@ -294,6 +298,20 @@ def test_other_caches_and_calls_with_gradients_are_letters(monkeypatch):
         whole = autopar.gather(parallel)(torch.cat([ids, ids[:, :2]], 1)).logits
     assert own.get_seq_length() == PROMPT + 2
     torch.testing.assert_close(torch.cat([first, again], 1), whole)
+
+
+@pytest.mark.parametrize("family", ["gptneo", pytest.param("roberta", marks=pytest.mark.nightly)])
+def test_a_cache_that_is_longer_than_its_tokens_is_tried_where_no_class_says_that_it_may_be(family):
+    """GPT-Neo reads the number of tokens off its cache; RoBERTa does not."""
+    parallel, right = parallel_of(model_of(family), (1,), "free"), model_of(family)
+    ids = batch_of()["input_ids"]
+    expected = right.generate(ids, **GREEDY)
+    if family == "roberta":
+        assert torch.equal(parallel.generate(ids, **GREEDY), expected)
+        assert not parallel._own.caches.trial.is_open
+    else:
+        with pytest.raises(NotServed, match="its logits are others than without a cache"):
+            parallel.generate(ids, **GREEDY)
 
 
 @pytest.mark.nightly
