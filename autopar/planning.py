@@ -54,6 +54,7 @@ class Planning:
     rival: Plan | None = None  # a plan with another number of chunks
     apart: frozenset[str] = frozenset()  # results of groups of ops that a kernel could stand for and does not
     has_habits: bool = True  # whether a preset's habits are kept to
+    parts_on_host: bool = False  # whether parameters themselves may lie on the host, beside their states
     made: Once = field(default_factory=Once)  # spaces under presets, which several searches ask for
 
     @without_collections
@@ -202,6 +203,7 @@ class Planning:
     def _spaces(self, mesh: DeviceMesh, known: float, preset: Preset | None) -> _Spaces:
         """The spaces of the graph on a mesh."""
         asked = self.request
+        constraints = Constraints(asked.constraints, mesh, preset)
         setting = Setting(
             mesh,
             asked.hardware,
@@ -213,6 +215,7 @@ class Planning:
             strict=asked.strict,
             apart=self.apart,
             host_bytes=asked.states_on_host,
+            parts_on_host=self.parts_on_host or constraints.speak_of_parts_on_host,
             turns=self.graph.turns,
         )
         shared = self.made(("shared", setting), (self.graph,), lambda: Shared.of(self.graph, setting, self.made))
@@ -222,7 +225,7 @@ class Planning:
             windows = self.made("windows", (self.graph,), lambda: windows_to_search(self.graph))
             return _Spaces(windows, setting, rival, make)
         # A preset that says how parameters are gathered has one space, whether they may be dropped or not.
-        speaks = Constraints(asked.constraints, mesh, preset).speak_of_gathering
+        speaks = constraints.speak_of_gathering
 
         def made(setting: Setting, rival: Rival) -> Space:
             setting = replace(setting, regather=setting.regather or speaks)

@@ -50,7 +50,16 @@ def plan_of(graph: Graph, request: Request, started: float = math.inf, is_trial:
     def inside(request: Request, known: float = math.inf) -> Plan:
         return _in_few_turns(graph, request, started, is_trial or request.pipeline is not None, known)
 
-    best = inside(request) if request.pipeline is None else staged(graph, request, inside)
+    def alone() -> Plan:
+        """The plan without stages; parameters lie on the host where states alone there do not suffice."""
+        try:
+            return inside(request)
+        except Infeasible:
+            if not request.states_on_host:
+                raise
+            return _in_few_turns(graph, request, started, is_trial, parts_on_host=True)
+
+    best = alone() if request.pipeline is None else staged(graph, request, inside)
     found = replace(best, workload=workload_of(graph, request))
     tell(
         "planned on mesh %s in %.1f s, gap %.2f%%: %s",
@@ -82,7 +91,10 @@ def plan_again(
     before = first.parameters
     axes = first.mesh.axes
     asked = dict(request.constraints or {})
-    stored = {escape(name): f"{before[name].text(axes) if name in before else 'R'}; *" for name in graph.parameters}
+    stored = {
+        escape(name): f"{before[name].text(axes) if name in before else 'R'}; *{_where(first, name, request)}"
+        for name in graph.parameters
+    }
     stored |= {escape(name): f"{text}; *" for name, text in (carried or {}).items()}
     reached = _matching(graph, asked)
     mine = {pattern: sharding for pattern, sharding in asked.items() if pattern in reached}
@@ -101,9 +113,19 @@ def plan_again(
             letter = letter or e
         else:
             less = () if letter is None else (f"another batch is planned without {dropped}: {letter.what}",)
-            return replace(found, warnings=(*less, *found.warnings))
+            there = first.wholly_hosted.intersection(graph.parameters)
+            hosted = found.hosted | there
+            return replace(found, warnings=(*less, *found.warnings), hosted=hosted, wholly_hosted=there)
     assert letter is not None
     raise letter
+
+
+def _where(first: Plan, name: str, request: Request) -> str:
+    """Fields of a constraint by which a parameter that lies on the host stays there; "" of any other.
+
+    A request may know of no host, as that of a plan from a file.
+    """
+    return "; *; *; all" if name in first.wholly_hosted and request.states_on_host else ""
 
 
 def _beside(graph: Graph, request: Request, of: Plan) -> tuple[Beside, ...]:
@@ -126,15 +148,21 @@ def _beside(graph: Graph, request: Request, of: Plan) -> tuple[Beside, ...]:
 
 
 def _in_few_turns(
-    graph: Graph, request: Request, started: float = math.inf, is_trial: bool = False, known: float = math.inf
+    graph: Graph,
+    request: Request,
+    started: float = math.inf,
+    is_trial: bool = False,
+    known: float = math.inf,
+    parts_on_host: bool = False,
 ) -> Plan:
     """The fastest plan found for a graph; with "auto", in as few micro-batches as fit in the budget.
 
     Raises `Outdone` where a bound says that none takes less than `known` seconds.
     """
     until = math.inf if request.time_limit is None else started + request.time_limit
+    of_turns = functools.partial(Planning, request, until=until, parts_on_host=parts_on_host)
     if request.microbatches != "auto":
-        planning = Planning(request, request.in_turns(graph, int(request.microbatches)), until, is_trial=is_trial)
+        planning = of_turns(request.in_turns(graph, int(request.microbatches)), is_trial=is_trial)
         try:
             return _on_meshes(planning, known)
         except Infeasible as e:
@@ -146,7 +174,7 @@ def _in_few_turns(
             continue
         try:
             turned = request.in_turns(graph, turns)
-            planning = Planning(request, turned, until, is_trial=is_trial or turns > 1)
+            planning = of_turns(turned, is_trial=is_trial or turns > 1)
             whole = whole or planning
             return _on_meshes(planning, known)
         except Infeasible as e:

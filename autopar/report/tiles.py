@@ -86,6 +86,7 @@ def _host(plan: Plan) -> Iterator[Tile]:
         share = plan.host_bytes / room if room else None
         what = [several(len(plan.offloaded), "value")] if plan.offloaded else []
         what += [f"states of {several(len(plan.hosted), 'parameter')}"] if plan.hosted else []
+        what += [f"{len(plan.wholly_hosted)} of these whole"] if plan.wholly_hosted else []
         yield Tile("waits on the host", size(plan.host_bytes), f"{' and '.join(what)}{of}", share)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
+
+Bytes = TypeVar("Bytes", float, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,11 @@ class Host:
         gigabytes = f"{self.down_bytes_per_s / 1e9:.4g} GB/s down, {self.up_bytes_per_s / 1e9:.4g} up a device"
         return f"{self.name}: {gigabytes}, {self.bytes / 2**30:.5g} GiB a node"
 
-    def down_s(self, nbytes: float) -> float:
+    def down_s(self, nbytes: Bytes) -> Bytes:
         """Seconds of a copy from a device to the host."""
         return self.latency_s + nbytes / self.down_bytes_per_s
 
-    def up_s(self, nbytes: float) -> float:
+    def up_s(self, nbytes: Bytes) -> Bytes:
         """Seconds of a copy from the host to a device."""
         return self.latency_s + nbytes / self.up_bytes_per_s
 

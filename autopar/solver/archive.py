@@ -52,7 +52,7 @@ _KEYS = (
     *("peak_at", "budget", "meshes", "beside_s", "hidden_s", "accumulation", "precision", "scattered", "recomputed"),
     *("recompute_s", "first_peak_bytes", "window_bytes", "suspected", "stopped", "sources", "compiled", "chunks"),
     *("kernels", "fused", "microbatches", "needed", "unaligned", "passing"),
-    *("workload", "pipeline", "offloaded", "host_budget", "host_bytes", "hosted"),
+    *("workload", "pipeline", "offloaded", "host_budget", "host_bytes", "hosted", "wholly_hosted"),
 )
 # Attributes that are left out of a file where they have these values.
 _LEFT_OUT: dict[str, Any] = {
@@ -71,6 +71,7 @@ _LEFT_OUT: dict[str, Any] = {
     "host_budget": 0.0,
     "host_bytes": 0,
     "hosted": frozenset(),
+    "wholly_hosted": frozenset(),
 }
 # The values of attributes that files of older releases lack.
 _LATER = {"window_bytes": 25 * 2**20, "first_peak_bytes": 0, "suspected": (), "stopped": (), "sources": {}}
@@ -239,6 +240,10 @@ def _refuse_hosted(plan: Plan) -> None:
     trained = {name for name in plan.hosted if plan.decisions[name].kind == "parameter"}
     if wrong := sorted(plan.hosted - trained):
         raise BadPlan(f"the plan has optimizer states of {wrong[0]} on the host, which is not a parameter of it")
+    if wrong := sorted(plan.wholly_hosted - plan.hosted):
+        raise BadPlan(f"the plan has {wrong[0]} on the host, and its optimizer states are not there")
+    if plan.wholly_hosted and plan.pipeline is not None:
+        raise BadPlan("the plan has parameters on the host, and a pipeline, which leaves them on devices")
     if plan.hosted and plan.optimizer not in STEPS_ON_HOST:
         raise BadPlan(f"the plan has optimizer states on the host, where {plan.optimizer} does not step")
 

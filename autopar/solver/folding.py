@@ -26,7 +26,8 @@ from autopar.graph.layers import around_number
 
 VERSION = 6
 READ = (5, VERSION)  # a decision of version 5 has no outputs, and reads nothing
-_LISTS = ("regathered", "scattered", "recomputed", "without_rule", "hosted")  # fields that are lists of names
+# Fields that are lists of names.
+_LISTS = ("regathered", "scattered", "recomputed", "without_rule", "hosted", "wholly_hosted")
 # Fields that are objects by name, with a figure or several for each.
 _COLUMNS = {"parameter_bytes": ("bytes",), "needed": ("bytes", "seconds"), "fused": ("family",)}
 _NAMED = frozenset({"passing", "offloaded"})  # Fields that are lists of a value's name and those of ops.

@@ -138,6 +138,7 @@ class Plan:
     # parameters whose gradients are reduced in each micro-batch, not once at the end
     scattered: frozenset[str] = frozenset()
     hosted: frozenset[str] = frozenset()  # parameters that the host steps, with their optimizer states there
+    wholly_hosted: frozenset[str] = frozenset()  # parameters that lie there with their gradients and states
     # The states of values that are not saved for backward, by the names of parameters, ops and conversions.
     states: Mapping[str, State] = field(default_factory=dict, repr=False)
     recompute_s: float = 0.0  # seconds of the step that recompute takes
@@ -397,7 +398,7 @@ class Plan:
                 policy = "regathered" if moves.regathered else "kept"
                 reduced = "each" if moves.scattered else "end"
                 stored = values(d.flows()).text(self.mesh.axes)
-                states = ("; host" if name in self.hosted else "; device") if self.host_budget else ""
+                states = f"; {self._place_of(name)}" if self.host_budget else ""
                 found[escape(name)] = f"{stored}; {self._use_of(name, stored)}; {policy}; {reduced}{states}"
             elif d.kind == "input" and is_named:
                 found[escape(name)] = self._use_of(name, values(d.flows()).text(self.mesh.axes))
@@ -422,6 +423,12 @@ class Plan:
         Seconds and bytes stay those that were predicted for this plan.
         """
         return replace(self, states=states_of(self.recomputed, self.passing, self.regathered, values))
+
+    def _place_of(self, name: str) -> str:
+        """The word of constraints for where a parameter lies."""
+        if name in self.wholly_hosted:
+            return "all"
+        return "host" if name in self.hosted else "device"
 
     def _use_of(self, name: str, stored: str) -> str:
         """The only sharding in which a value is used, or `*` where there may be several."""

@@ -144,7 +144,9 @@ def host_of(plan: Plan) -> list[str]:
     if plan.hosted:
         stepped = sum(plan.decisions[name].seconds for name in plan.hosted)
         states = several(len(plan.hosted), "parameter")
-        said.append(f"{held}optimizer states of {states}, which the CPUs step in {time(stepped)}")
+        whole = f", {len(plan.wholly_hosted)} of them whole" if plan.wholly_hosted else ""
+        copies = " with their copies" if plan.wholly_hosted else ""
+        said.append(f"{held}optimizer states of {states}{whole}, which the CPUs step in {time(stepped)}{copies}")
         held = ""
     if plan.offloaded:
         first, *others = _places_of(plan.offloaded)

@@ -203,6 +203,7 @@ def _differences(one: Plan, other: Plan) -> Iterator[Row]:
         ("regathered", "kept", "regathered"),
         ("each", "end", "scattered"),
         ("states on the host", "states on the device", "hosted"),
+        ("on the host", "on the device", "wholly_hosted"),
     )
     for said, none, names in policies:
         mine, theirs = getattr(one, names), getattr(other, names)
@@ -331,8 +332,23 @@ def _parameter_rows(plan: Plan) -> Iterator[Row]:
     regathered = plan.regathered
     for name, sharding in plan.parameters.items():
         policy = " (regathered)" if name in regathered else ""
-        policy += " (states on the host)" if name in plan.hosted else ""
+        policy += f" ({on_host})" if (on_host := host_of_parameter(plan, name)) else ""
         yield name, sharding.text(plan.mesh.axes) + policy, f"{_local_bytes(plan, name, sharding):,}"
+
+
+def host_of_parameter(plan: Plan, name: str) -> str:
+    """Words for what lies on the host of a parameter; "" where nothing does."""
+    if name in plan.wholly_hosted:
+        return "on the host"
+    return "states on the host" if name in plan.hosted else ""
+
+
+def _way_of_hosted(plan: Plan, name: str, seconds: float) -> str:
+    """A line about a parameter that the CPUs of the host step."""
+    if name not in plan.wholly_hosted:
+        return f"optimizer states on the host, whose CPUs step it in {time(seconds)}"
+    ways = "comes up before it is read, and its gradient goes down in backward"
+    return f"on the host with its optimizer states: it {ways}; {time(seconds)} with the step of the CPUs"
 
 
 def _op_rows(plan: Plan) -> Iterator[Row]:
@@ -388,7 +404,7 @@ def _site_lines(plan: Plan, name: str) -> list[str]:
     if name in recomputed:
         lines.append("    not saved: backward recomputes it")
     if name in plan.hosted:
-        lines.append(f"    optimizer states on the host, whose CPUs step it in {time(d.seconds)}")
+        lines.append(f"    {_way_of_hosted(plan, name, d.seconds)}")
     if name in plan.offloaded:
         lines.append(f"    {way_of_copies(plan, name)}")
     for c in plan.conversions:

@@ -4,8 +4,8 @@
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
     "*": "S(0)@dp; R; regathered; each"      its storage; its use; whether the gathered copy is kept for backward; and,
                                              of several micro-batches, whether its gradient is reduced at their end or
-                                             in each (parameters only); "device" or "host" may follow, where its
-                                             optimizer states lie
+                                             in each (parameters only); "device", "host" or "all" may follow: whether
+                                             nothing of it, its optimizer states, or all of it lies on the host
     "head.weight": "S(0)@dp; *"              its storage alone
     "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
     "out": "R"                               every output
@@ -53,7 +53,7 @@ class Pins:
     use: Pin
     gather: str = ""  # "kept" or "regathered", where it is said
     reduce: str = ""  # "end" or "each": where a step has several micro-batches
-    states: str = ""  # "device" or "host": where optimizer states lie
+    states: str = ""  # "device" or "host", where optimizer states lie, or "all", where the parameter does too
     is_about_storage: bool = False
     wished: Pin | None = None  # replaces `use` for uses that have such a choice
 
@@ -160,6 +160,10 @@ class Constraints:
     def speak_of_gathering(self) -> bool:
         return any(pin.gather == "regathered" for pin in self.pins)
 
+    @property
+    def speak_of_parts_on_host(self) -> bool:
+        return any(pin.states == "all" for pin in self.pins)
+
     def check_all_used(self, known: list[str]) -> None:
         """Raise `BadConstraint` if a pattern of the caller's has matched nothing; `known` names are listed."""
         for pin in self.callers:
@@ -200,18 +204,19 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
 
 
 def _parse(pattern: str, text: str, mesh: DeviceMesh) -> Pins:
-    """Read `storage; use; kept or regathered; end or each; device or host`; the first alone is needed."""
+    """Read `storage; use; kept or regathered; end or each; device, host or all`; one is needed."""
     storage, *others = [field.strip() for field in text.split(";")]
     use = others[:1]
     gather = others[1:2]
     reduce = others[2:3]
     states = others[3:]
-    words = (gather, "kept regathered"), (reduce, "end each"), (states, "device host")
+    words = (gather, "kept regathered *"), (reduce, "end each *"), (states, "device host all *")
     if len(states) > 1 or any(given and given[0] not in known.split() for given, known in words):
-        raise BadConstraint(f"{text!r} is not storage; use; kept or regathered; end or each; device or host")
+        raise BadConstraint(f"{text!r} is not storage; use; kept or regathered; end or each; device, host or all")
     stored = _pin(storage, mesh)
     used = _pin(use[0], mesh) if use else stored
-    return Pins(pattern, stored, used, "".join(gather), "".join(reduce), "".join(states), is_about_storage=bool(use))
+    gathered, reduced, lies = ("".join(given).replace(_ANY, "") for given in (gather, reduce, states))
+    return Pins(pattern, stored, used, gathered, reduced, lies, is_about_storage=bool(use))
 
 
 def _pin(text: str, mesh: DeviceMesh) -> Pin:

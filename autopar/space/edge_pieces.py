@@ -15,6 +15,7 @@ from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes, divided_by
 from autopar.space.memory import Converted, Piece, Readers, View, Viewed
 from autopar.space.parameter_gradients import ParameterGradients
+from autopar.space.parts_on_host import PartsOnHost
 from autopar.space.schedule import Schedule
 from autopar.space.wiring import Wiring
 
@@ -162,6 +163,8 @@ class EdgePieces:
         self._copies(passage, copied, now, needed, again, is_ahead=False)  # the copy in memory order
         if transit.is_shared:
             self._message(passage, sent, arrived, transit.begins, transit.ends)
+        for span in PartsOnHost(self.wiring, schedule, self.lifetimes, self.bytes).spans(passage):
+            self._put("parameters", passage, *span)
 
     def _copies(
         self, passage: EdgePassage, made: np.ndarray, begins: int, needed: int, again: tuple[bool, ...], is_ahead: bool

@@ -25,6 +25,8 @@ class GradientBuckets:
     closes: Mapping[fx.Node, int]  # time at which a parameter's gradient bucket is full and reduced
     # Last time at which a bucket's message may be under way: programs finish it before they pack the next one.
     under_way: Mapping[fx.Node, int]
+    # Last time at which a gradient is on its way to the host, where its parameter lies there.
+    leaves: Mapping[fx.Node, int]
     wait: frozenset[fx.Node]  # parameters whose gradient may be reduced only after the last micro-batch
     accumulates: bool
     adds_twice: bool  # micro-batches of a call are added up beside what has waited of other calls
@@ -51,7 +53,8 @@ class GradientBuckets:
         # Over several axes the next step of a message goes on beside the next bucket.
         is_one_step = sum(size > 1 for size in setting.mesh.shape) < 2
         under_way = _until_the_next(closing) if is_one_step else dict.fromkeys(closing, clock.settled)
-        return GradientBuckets(closing, under_way, frozenset(wait), accumulates, twice, clock.settled)
+        leaves = {n: schedule.is_down(op) for n, op in zip(trained, first, strict=True)}
+        return GradientBuckets(closing, under_way, leaves, frozenset(wait), accumulates, twice, clock.settled)
 
     @property
     def first_to_settle(self) -> int:

@@ -194,16 +194,19 @@ def _follow(draft: Draft, pins: Pins) -> None:
     """Keep the choices of the pinned policies; what is not cut has none of how it moves."""
     site = draft.site
     keep = draft.left
-    is_on_host = np.array([bool(policy.on_host) for policy in site.policies])
-    if pins.states == "host" and site.kind == "parameter" and not is_on_host.any():
+    is_on_host = np.array([bool(policy.on_host) for policy in site.policies], bool)
+    with_part = np.array([policy.with_part for policy in site.policies], bool)
+    may_lie = {"host": is_on_host & ~with_part, "all": with_part}
+    if pins.states in may_lie and site.kind == "parameter" and not may_lie[pins.states].any():
+        what = "states" if pins.states == "host" else "parameters"
         raise BadConstraint(
-            f"the constraint {pins.pattern!r} has states on the host, where those of {site.name} may not lie",
+            f"the constraint {pins.pattern!r} has {what} on the host, where those of {site.name} may not lie",
             advice='a host_budget= that has room for them, and optimizer=autopar.optim.AdamW; or "device"',
         )
     if not site.policies:
         return  # an output that a parameter leaves by has none
     if pins.states and site.kind == "parameter":
-        keep = keep & (is_on_host == (pins.states == "host"))
+        keep = keep & may_lie.get(pins.states, ~is_on_host)
     whole = ~np.array(site.is_cut())
     if pins.gather and site.regathered:
         keep = keep & (whole | (np.array(site.regathered) == (pins.gather == "regathered")))

@@ -90,6 +90,26 @@ class Schedule:
         w = self.of[op]
         return 2 * len(self.of) - 1 - self.spans[max(0, w - 2)][0]
 
+    def reading(self, parameter: fx.Node) -> Span | None:
+        """The first op that reads a parameter, and the last whose backward does; None of one that no op reads."""
+        return _joined([self.members[parameter][1]]) if parameter in self.members else None
+
+    def comes_up(self, op: int, is_gathered: bool) -> int:
+        """The time from which a part that lies on the host comes up for the first op that reads its parameter.
+
+        It does so beside the window before the one in which it is read; that is where its gather begins, if it has one.
+        """
+        return self.spans[max(0, self.of[op] - 1 - is_gathered)][0]
+
+    def comes_up_again(self, op: int, is_gathered: bool) -> int:
+        """The same time in backward, for the last op that reads the parameter."""
+        w = self.of[op] + 1 + is_gathered
+        return 2 * len(self.of) - 1 - self.spans[w][1] if w < len(self.spans) else len(self.of)
+
+    def is_down(self, op: int) -> int:
+        """The last time at which a gradient of this op is on its way to the host: beside the window after."""
+        return self.reduction_goes_on(op)
+
     def _bucket(self, parameter: fx.Node | None, op: int) -> Span:
         """The ops that read a parameter's bucket; `op` itself for a parameter that no op reads."""
         return (op, op) if parameter is None else self.buckets.get(parameter, (op, op))

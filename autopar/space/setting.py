@@ -25,6 +25,7 @@ class Setting:
     apart: frozenset[str] = frozenset()  # results of groups that no kernel stands for, by name
     strict: bool = False  # whether an op without a rule is an error
     host_bytes: float = 0.0  # bytes of the host that optimizer states of a device may take
+    parts_on_host: bool = False  # whether parameters themselves may lie there too, beside their states
     turns: int = 1  # micro-batches of a call; the graph is of one
 
     @property

@@ -64,16 +64,24 @@ class SitePieces:
     def _parameter(self, node: fx.Node) -> None:
         """Add a parameter, its gradient, its optimizer states, and the temporaries of the optimizer's step."""
         type_, always = type_of(node), self.clock.last
-        held = self._local(node, type_)
+        whole = self._local(node, type_)
+        site = self.wiring.site(node)
+        away = site.parts_on_host
+        # Edges count a part that lies on the host, while it is on the device.
+        held = self.bytes.where(whole, tuple(not is_away for is_away in away)) if away else whole
         self._put("parameters", node, held, 0, always)
         if node not in self.buckets.closes:
             return
         figures = optimizer_figures(self.optimizer, type_.itemsize)
-        self._put("gradients", node, held, self.buckets.lies_from(node), always)
+        begins = self.buckets.lies_from(node)
+        self._put("gradients", node, held, begins, always)
+        if away:
+            ends = self.clock.settled if self.buckets.accumulates else self.buckets.leaves[node]
+            self._put("gradients", node, self.bytes.where(whole, away), begins, ends)
         if self.buckets.adds_twice and node not in self.buckets.wait:
             self._put("gradients", node, held, 0, self.clock.settled)
-        states = self.bytes.scaled(held, figures["kept"])
-        if policies := self.wiring.site(node).policies:
+        states = self.bytes.scaled(whole, figures["kept"])
+        if policies := site.policies:
             states = self.bytes.where(states, tuple(not policy.on_host for policy in policies))
         self._put("optimizer states", node, states, 0, always)
         temporary = self.bytes.scaled(held, figures["temporary"])

@@ -32,11 +32,12 @@ Flows = tuple[Flow, ...]  # one per axis
 
 
 class StoragePolicy(NamedTuple):
-    """How a parameter that is cut moves, and where its optimizer states lie."""
+    """How a parameter that is cut moves, and where it and its optimizer states lie."""
 
     regathered: bool = False  # whether its gathered copy is dropped, and made again in backward
     scattered: bool = False  # whether its gradient is reduced in every micro-batch, not once after them
-    on_host: float = 0.0  # bytes of its optimizer states that lie on the host, where its step runs
+    on_host: float = 0.0  # bytes of it that lie on the host, where its step runs: at least its optimizer states
+    with_part: bool = False  # whether its stored part and its gradient lie there as well
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +96,16 @@ class Site:
         """Whether a gradient is reduced in every micro-batch, by choice; () where it never is."""
         marks = tuple(policy.scattered for policy in self.policies)
         return marks if any(marks) else ()
+
+    @property
+    def parts_on_host(self) -> tuple[bool, ...]:
+        """Whether the stored part of a parameter lies on the host, by choice; () where it never does."""
+        marks = tuple(policy.with_part for policy in self.policies)
+        return marks if any(marks) else ()
+
+    def has_on_host(self, choice: int) -> bool:
+        """Whether a choice of a parameter has something of it on the host."""
+        return self.kind == "parameter" and bool(self.policies) and self.policies[choice].on_host > 0
 
     def is_cut(self) -> list[bool]:
         """Whether the first output lies in parts, by choice."""

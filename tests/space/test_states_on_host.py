@@ -82,13 +82,68 @@ def test_constraints_pin_where_states_lie_and_plans_say_so(tmp_path):
     assert autopar.Plan.load(tmp_path / "plan.json") == head
     assert "states on the host" in head.diff(planned("inf"))
     assert "whose CPUs step it" in head.explain("head.weight")
-    with pytest.raises(BadConstraint, match="device or host"):
+    with pytest.raises(BadConstraint, match="device, host or all"):
         planned("inf", constraints={"head.weight": "R; R; kept; end; there"})
     with pytest.raises(BadConstraint, match=r"those of .* may not lie"):
         planned("inf", host=0, parallel=None, constraints=head.constraints())
     for wrong in ({"hosted": ["blocks.0/gelu"]}, {"optimizer": "adamw"}):
         with pytest.raises(BadPlan, match="on the host"):
             autopar.Plan.from_dict({**head.to_dict(), **wrong})
+
+
+def test_parameters_go_where_states_alone_do_not_suffice(tmp_path):
+    slow = with_host(eager_links(), rate=1e9)  # Nothing that is saved could travel in time.
+    free = planned("inf", cluster=slow)
+    with pytest.raises(Infeasible) as letter:
+        planned(1, cluster=slow)
+    budget = int(1.02 * letter.value.smallest)
+    plan = planned(budget, cluster=slow)
+    assert plan.wholly_hosted and plan.wholly_hosted <= plan.hosted
+    assert plan.peak_bytes <= budget < free.peak_bytes - states_of(free, free.parameters)
+    assert plan.lower_bound_s <= plan.step_time_s
+    whole = states_of(plan, plan.wholly_hosted)  # As large as two states are it and its gradient.
+    assert plan.host_bytes == states_of(plan, plan.hosted) + whole
+    assert f"{len(plan.wholly_hosted)} of them whole" in str(plan)
+    assert "(on the host)" in plan.table() and "its gradient goes down" in plan.explain(min(plan.wholly_hosted))
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == plan
+    assert "on the device" in plan.diff(free)
+    again = planned("inf", parallel=None, constraints=plan.constraints(), cluster=slow)
+    assert (again.hosted, again.wholly_hosted) == (plan.hosted, plan.wholly_hosted)
+
+
+def test_a_parameter_on_the_host_takes_its_step_and_its_copies():
+    """Up for forward and for backward, and its gradient down, as if nothing ran beside them; frozen, up alone."""
+    pinned = {"*": "S(0)@dp; R; regathered; end; all"}
+    for rate, stepped in ((1e6, 1e12), (1e12, 1e5)):
+        cluster = with_host(eager_links(), rate, stepped, 1e-3)
+        plan = planned("inf", cluster=cluster, parallel=None, constraints=pinned)
+        assert plan.wholly_hosted == set(plan.parameters)
+        for name in plan.wholly_hosted:
+            held = plan.parameter_bytes[name] / 2
+            copies = 3 * (1e-3 + held / rate)
+            assert plan.decisions[name].seconds == pytest.approx(held / 8 / stepped + copies, rel=1e-3)
+    model, batch = mlp_case()
+    model.head.requires_grad_(False)
+    how = {"mesh": DP, "optimizer": "autopar-adamw", "cluster": with_host(eager_links(), 1e6, 1e5, 1e-3)}
+    frozen = autopar.plan(model, batch, memory_budget="inf", host_budget="1GiB", constraints=pinned, **how)
+    held = frozen.parameter_bytes["head.weight"] / 2
+    assert frozen.decisions["head.weight"].seconds == pytest.approx(2 * (1e-3 + held / 1e6))
+    assert frozen.host_bytes == states_of(frozen, frozen.parameters) * 2 - 3 * sum(
+        frozen.parameter_bytes[name] // 2 for name in ("head.weight", "head.bias")
+    )
+
+
+def test_parameters_do_not_lie_on_the_host_where_nothing_says_so(tmp_path):
+    pinned = {"head.weight": "S(0)@dp; R; regathered; end; all"}
+    with pytest.raises(BadConstraint, match="may not lie"):
+        planned("inf", host=0, constraints=pinned)
+    with pytest.raises(BadConstraint, match="may not lie"):
+        planned("inf", constraints=pinned, optimizer="adamw")
+    plan = planned("inf", constraints=pinned)
+    assert plan.wholly_hosted == plan.hosted == {"head.weight"}
+    with pytest.raises(BadPlan, match="its optimizer states are not there"):
+        autopar.Plan.from_dict({**plan.to_dict(), "hosted": []})
 
 
 @pytest.mark.parametrize("how", [{"optimizer": "adamw"}, {"cluster": with_host(eager_links(), params_per_s=0.0)}])
