@@ -105,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
         """A parameter as the host steps it, and its step."""
         state = self.state[parameter]
         rates = _rates(group, state)
-        is_fused = parameter.is_cuda  # else as on the device, which is a CPU too, bit for bit
+        is_fused = _device_of(parameter) == "cuda"  # else as on the device, which is a CPU too, bit for bit
 
         def step(exact: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
             average, squares = states
@@ -132,9 +132,11 @@ class AdamW(torch.optim.Optimizer):
         all_ = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not all_:
             return None
-        cut = [g for g in all_ if isinstance(g, DTensor)]
-        whole = [g for g in all_ if not isinstance(g, DTensor)]
-        norms = [_whole(torch.nn.utils.get_total_norm(some)).to(torch.float32) for some in (cut, whole) if some]
+        alike: dict[tuple[bool, str], list[Tensor]] = {}  # Those of DTensors come first.
+        for g in sorted(all_, key=lambda g: not isinstance(g, DTensor)):
+            alike.setdefault((isinstance(g, DTensor), g.device.type), []).append(g)
+        found = (_whole(torch.nn.utils.get_total_norm(some)) for some in alike.values())
+        norms = [norm.to(all_[0].device, torch.float32) for norm in found]
         self.norm = torch.linalg.vector_norm(torch.stack(norms))
         return (self.max_norm / (self.norm + _SMALL)).clamp(max=1.0)
 
@@ -182,6 +184,11 @@ def _lying_like(parameter: Tensor) -> Tensor:
     if is_cut and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
+
+
+def _device_of(parameter: Tensor) -> str:
+    """The kind of device that a parameter is of, wherever it lies."""
+    return str(parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type)
 
 
 def _local(tensor: Tensor) -> Tensor:

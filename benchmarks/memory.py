@@ -14,6 +14,7 @@ mode that follows every storage from the op that makes it to its end, and torch'
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 import warnings
@@ -100,6 +101,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "autopar-adamw": lambda parameters: autopar.optim.AdamW(parameters),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
 }
@@ -434,9 +436,12 @@ def run_plan(plan: autopar.Plan, pair: Pair, rank: int, makers: bool = False, by
     model, batch, about, _ = asked(pair)
     with fake_world(plan.mesh.size, rank):
         parallel = autopar.autoparallelize(model, batch, plan=plan, **about)
-        one_step(
-            parallel, batch, torch.optim.SGD(parallel.parameters(), lr=0.0), 1, lambda name: None
-        )  # what only a first call makes
+        stepper = OPTIMIZERS["autopar-adamw" if plan.hosted else "sgd"](parallel.parameters())
+        stepper.param_groups[0]["lr"] = 0.0
+        one_step(parallel, batch, stepper, 1, lambda name: None)  # what only a first call makes
+        del stepper
+        gc.collect()
+        HOST.restart()
         parallel.zero_grad()
         if by_tracker:
             return track(parallel, batch, str(plan.optimizer), plan.accumulation)

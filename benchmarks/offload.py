@@ -1,10 +1,11 @@
 """Values on the host: steps of plans by the rate of the link, and bytes of plans beside those that ranks hold.
 
-    python -m benchmarks.offload [links] [states] [held]
+    python -m benchmarks.offload [links] [states] [held] [parameters]
 
     links     LLaMA-8B under budgets, with links of several rates, and without
     states    the same under tighter budgets, with optimizer states on the host of 8 H200 as well
     held      small models on CPUs: what a rank and its host hold at their most, over what the plan says
+    parameters    the same where all parameters lie on the host
 
 No device is used: seconds are those of plans, and rates of links are said, not those of a machine.
 """
@@ -27,7 +28,7 @@ from benchmarks import memory
 GIB = 2**30
 RATES = (0.0, 24e9, 52e9, 370e9)  # none, PCIe 4 and 5 with 16 lanes, C2C
 SHARES = (0.75, 0.6, 0.5, 0.42, 0.36, 0.33)
-TIGHT = (0.36, 0.3, 0.25, 0.22, 0.18)
+TIGHT = (0.36, 0.3, 0.25, 0.22, 0.18, 0.16)
 
 
 def planned(
@@ -95,6 +96,32 @@ def held(model: str, way: str, share: float = 0.75, rate: float = 2e10) -> Held:
     return Held(plan, plan.peak_bytes / measured.peaks[3], plan.host_bytes / HOST.peak if HOST.peak else 1.0)
 
 
+def held_without_parameters(model: str, way: str, rows: int = 4) -> Held:
+    """What a plan says that a rank and its host hold, where all parameters lie on the host."""
+    make, given = MODELS[model]
+    mesh, how = WAYS[way]
+    of_model = {**given, "batch": rows, "layers": 8}
+    pair = memory.Pair(make, mesh, {**how, "microbatches": 1, "optimizer": "autopar-adamw"}, given=of_model)
+    of, batch, _, asked = memory.asked(pair)
+    cluster = replace(memory.cpu(), host=Host("a link", 2e10, 2e10, 0.0, 2**44, adamw_params_per_s=1e12))
+    asked = {**asked, "cluster": cluster, "host_budget": "1TiB"}
+    pins = autopar.plan(of, batch, **asked).constraints()
+    there = {name: f"{pin.rpartition('; ')[0]}; all" for name, pin in pins.items() if "; " in pin}
+    plan = autopar.plan(of, batch, **{**asked, "parallel": None, "constraints": pins | there})
+    measured = memory.run_plan(plan, pair, 0)
+    return Held(plan, plan.peak_bytes / measured.peaks[3], plan.host_bytes / HOST.peak)
+
+
+def print_parameters() -> None:
+    print("| model | way | device | host | at the peak, MiB | on the host, MiB |")
+    print("|---|---|---|---|---|---|")
+    for model in ("gpt2", "llama", "bert"):
+        for way in WAYS:
+            one = held_without_parameters(model, way)
+            sizes = f"{one.plan.peak_bytes / 2**20:.1f} | {one.plan.host_bytes / 2**20:.1f}"
+            print(f"| {model} | {way} | {one.device:.3f} | {one.host:.3f} | {sizes} |", flush=True)
+
+
 def print_held() -> None:
     print("| model | way | device | host | on the host, MiB | values there | made again |")
     print("|---|---|---|---|---|---|---|")
@@ -134,20 +161,24 @@ def print_states() -> None:
     free, _ = planned("inf", alone, "autopar-adamw")
     assert free is not None
     print(f"saved whole: {free.step_time_s:.4f} s a step, {free.peak_bytes / GIB:.1f} GiB\n")
-    print("| budget | step without a host | step | gap | on the host, GiB | states there of | values there | CPU s |")
-    print("|---|---|---|---|---|---|---|---|")
+    there = "on the host, GiB | states there of | parameters there | values there"
+    print(f"| budget | step without a host | step | gap | {there} | CPU s |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for share in TIGHT:
         without, _ = planned(share * free.peak_bytes, alone, "autopar-adamw")
         plan, took = planned(share * free.peak_bytes, cluster, "autopar-adamw")
         beside = "nothing fits" if without is None else f"{without.step_time_s:.3f} s"
         if plan is None:
-            print(f"| {share:.2f} | {beside} | nothing fits | | | | | {took:.1f} |", flush=True)
+            print(f"| {share:.2f} | {beside} | nothing fits | | | | | | {took:.1f} |", flush=True)
             continue
         step = f"{plan.step_time_s:.3f} s | {plan.gap:.1%} | {plan.host_bytes / GIB:.1f}"
-        of = f"{len(plan.hosted)} of {len(plan.parameters)} | {len(plan.offloaded)}"
+        of = f"{len(plan.hosted)} of {len(plan.parameters)} | {len(plan.wholly_hosted)} | {len(plan.offloaded)}"
         print(f"| {share:.2f} | {beside} | {step} | {of} | {took:.1f} |", flush=True)
 
 
+PRINTED = {"links": print_links, "states": print_states, "held": print_held, "parameters": print_parameters}
+
+
 if __name__ == "__main__":
-    for _name in sys.argv[1:] or ("links", "states", "held"):
-        {"links": print_links, "states": print_states, "held": print_held}[_name]()
+    for _name in sys.argv[1:] or PRINTED:
+        PRINTED[_name]()

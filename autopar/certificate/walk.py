@@ -67,6 +67,7 @@ class Interface:
     doubted: frozenset[fx.Node] = frozenset()  # views that are not taken to undo an earlier one of their op
     # index of an output -> the sharding of the gradient that arrives, where it is not the output's own
     tangents: Mapping[int, Any] = field(default_factory=dict)
+    on_host: frozenset[int] = frozenset()  # indices of the parameters that lie on the host, and their gradients
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] 
     `ending` belongs to a program that runs in turns: the halves of the part that runs once, on the sums of the turns,
     and the shardings of its outputs. What does not follow under one reading of constants and views may under another.
     """
-    check_travels(joint)
+    check_travels(joint, interface.on_host)
     try:
         return _under_one_reading(joint, interface, ending)
     except NotCertified as e:

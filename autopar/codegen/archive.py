@@ -30,7 +30,7 @@ from autopar.graph.tensor_form import TensorForm
 from autopar.letters import BadProgram
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
 from autopar.runtime.forms import literal
-from autopar.runtime.host import begin_from_host, begin_to_host, end_from_host, end_to_host
+from autopar.runtime.host import begin_from_host, begin_to_host, begin_up, end_from_host, end_to_host
 from autopar.runtime.private import FakeTensorMode, OpOverload
 from autopar.runtime.wires import EXCHANGING
 
@@ -42,7 +42,7 @@ _CALLED: tuple[Any, ...] = (
     *PACK.values(),
     *BEGIN.values(),
     *(exchanging.run for exchanging in EXCHANGING.values()),
-    *(begin_to_host, end_to_host, begin_from_host, end_from_host),
+    *(begin_to_host, end_to_host, begin_from_host, begin_up, end_from_host),
     *(finish, part_start, literal, operator.getitem),
 )
 _FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in _CALLED}

@@ -6,6 +6,7 @@
     in_two_parts            backward of a micro-batch once more, in two, where a pipeline's order asks for it
     schedule.PASSES         rewrite each half: when its collectives begin and end
     wait_on_host            values that the plan has on the host leave forward, and come back in backward
+    bring_up                parameters that lie on the host come up before they are read, and gradients go down
 
 Nothing here knows the rank's process groups: a collective names its mesh axis, and `bind` puts the axis in its place.
 """
@@ -21,6 +22,7 @@ import torch.fx as fx
 
 from autopar.codegen import joint_graph, joint_passes, schedule
 from autopar.codegen.backward_parts import in_two_parts
+from autopar.codegen.brought_up import bring_up
 from autopar.codegen.chunks import mark_region
 from autopar.codegen.convolutions import part_convolutions
 from autopar.codegen.exchanges import sent_by_ops
@@ -141,6 +143,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
         halves, {primal.name: read for primal, read in joint.reads.items()}, ways, states.recomputed, program, written
     )
     wait_on_host(halves, states.offloaded)
+    bring_up(halves, {name: primal.name for name, primal in primals.items()}, states.offloaded)
     return replace(halves, sent=sent)
 
 

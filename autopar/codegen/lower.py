@@ -12,6 +12,7 @@ import torch.fx as fx
 from autopar import certificate, kernels
 from autopar.certificate import Certificate, Interface, certify
 from autopar.codegen import local_passes
+from autopar.codegen.brought_up import coming_of
 from autopar.codegen.exchanges import check_exchanges
 from autopar.codegen.half import Read
 from autopar.codegen.halves import Joint
@@ -173,7 +174,7 @@ def _lowered(
     differentiable = graph.differentiable if gradients else ()
     regathered = [name for name in plan.regathered if name in reads and not reads[name].stays]
     recomputed = recomputed_of(graph, plan, program, device)
-    offloaded = offloaded_of(graph, plan, program)
+    offloaded = offloaded_of(graph, plan, program, coming_of(graph, plan))
     states = States(frozenset(regathered), plan.scattered, reads, recomputed, offloaded)
     if graph.turns == 1 and plan.pipeline is None:
         return Lowered(graph, plan, program, lower_jointly(program, differentiable, states, device, records), rows)
@@ -243,6 +244,7 @@ def _interface(
         InnerShapes(graph),
         users_rule=lambda name: said.get(name, ""),
         adds_gradients=lambda node: node.meta.get(ADDS, False),
+        on_host=frozenset(i for i, name in enumerate(program.parameters, len(inputs)) if name in plan.wholly_hosted),
         tangents={} if stage is None else {i: crossing.gradient for i, crossing in enumerate(stage.leaves)},
     )
 

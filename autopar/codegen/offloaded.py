@@ -29,9 +29,18 @@ from autopar.space import timeline
 Times = tuple[int, int]  # times of the ops behind which a value is gone, and before whose backward it comes
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Coming:
+    """When a parameter that lies on the host comes up, and its gradient has gone down, by times of ops in forward."""
+
+    ahead: int  # the op before which it begins to come up
+    again: int  # the op before whose backward it does once more
+    down: int  # the op before whose backward its gradient is on the host; -1: when backward ends
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Offloaded:
-    """Nodes of a local program whose values wait on the host, by their names, and where they travel.
+    """Nodes of a local program whose values wait on the host, by their names, and parameters that lie there.
 
     A result of a kernel has its index beside the name; None stands for all that a node makes.
     """
@@ -39,12 +48,14 @@ class Offloaded:
     times: Mapping[str, int] = field(default_factory=dict)  # node of an op -> the time of the op in forward
     travels: Mapping[tuple[str, int | None], Times] = field(default_factory=dict)
     least: int = 0  # bytes below which a value stays
+    parameters: Mapping[str, Coming] = field(default_factory=dict)  # parameters that lie on the host
 
     @property
     def key(self) -> Hashable:
         """A key that is equal where the same values travel at the same times."""
-        times = tuple(sorted(self.times.items())) if self.travels else ()
-        return tuple(sorted(self.travels.items(), key=repr)), times, self.least
+        parameters = tuple(sorted(self.parameters.items()))
+        times = tuple(sorted(self.times.items())) if self.travels or parameters else ()
+        return tuple(sorted(self.travels.items(), key=repr)), times, self.least, parameters
 
     def travel(self, owner: fx.Node) -> Times | None:
         """The times at which the memory of an emitted node travels; None where it stays."""
@@ -59,9 +70,11 @@ class Offloaded:
 EVERYTHING_STAYS = Offloaded()
 
 
-def offloaded_of(graph: Graph, plan: Plan, program: LocalProgram) -> Offloaded:
-    """The nodes of a local program that make the values which the plan has on the host."""
-    if not plan.offloaded:
+def offloaded_of(
+    graph: Graph, plan: Plan, program: LocalProgram, parameters: Mapping[str, Coming] | None = None
+) -> Offloaded:
+    """The nodes of a local program that make what the plan has on the host, with parameters there."""
+    if not plan.offloaded and not parameters:
         return EVERYTHING_STAYS
     if plan.pipeline is not None:
         raise NotServed(
@@ -81,7 +94,7 @@ def offloaded_of(graph: Graph, plan: Plan, program: LocalProgram) -> Offloaded:
         if name in plan.offloaded
     }
     times = {n.name: at[info(n).key] for n in nodes if info(n).kind == "op"}
-    return Offloaded(times, travels, timeline.SMALL)
+    return Offloaded(times, travels, timeline.SMALL, parameters or {})
 
 
 def _values(node: fx.Node) -> Iterator[tuple[tuple[str, int | None], Collection[str]]]:
@@ -97,8 +110,8 @@ def _values(node: fx.Node) -> Iterator[tuple[tuple[str, int | None], Collection[
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Trip:
-    """A memory that leaves forward and comes back in backward, and the saved values that show it."""
+class Trip:
+    """A memory that waits on the host and comes back in backward, and the saved values that show it."""
 
     owner: fx.Node
     shown: Mapping[int, fx.Node]  # index of a saved value -> its node in forward
@@ -119,14 +132,14 @@ def wait_on_host(joint: Joint, offloaded: Offloaded) -> None:
     trips = list(_trips(joint, offloaded)) if offloaded.travels else []
     if not trips:
         return
-    _come_back(joint.backward, trips, offloaded)
-    _come_back(joint.hold, trips, offloaded)
+    come_back(joint.backward, trips, offloaded)
+    come_back(joint.hold, trips, offloaded)
     _leave(joint, trips, offloaded)
     for half in (joint.forward, joint.backward, joint.hold):
         half.lint()
 
 
-def _trips(joint: Joint, offloaded: Offloaded) -> Iterator[_Trip]:
+def _trips(joint: Joint, offloaded: Offloaded) -> Iterator[Trip]:
     """The memories that travel: large, made in forward, kept for backward alone, and read by it."""
     results: Any = joint.forward.output_node().args[0]
     given = joint.backward.find_nodes(op="placeholder")
@@ -138,7 +151,7 @@ def _trips(joint: Joint, offloaded: Offloaded) -> Iterator[_Trip]:
         times = offloaded.travel(owner) if owner.op == "call_function" else None
         is_read = any(given[place].users for place in places)
         if times is not None and owner not in leaving and is_read and _bytes(owner) >= offloaded.least:
-            yield _Trip(owner, places, *times)
+            yield Trip(owner, places, *times)
 
 
 def _bytes(node: fx.Node) -> int:
@@ -146,11 +159,13 @@ def _bytes(node: fx.Node) -> int:
     return int(value.numel() * value.element_size())
 
 
-def _come_back(backward: fx.Graph, trips: Sequence[_Trip], offloaded: Offloaded) -> None:
+def come_back(
+    backward: fx.Graph, trips: Sequence[Trip], offloaded: Offloaded, way: Callable[..., Any] = begin_from_host
+) -> None:
     """Let each memory begin to return before the backward of its op, and end before its first reader."""
     given = backward.find_nodes(op="placeholder")
-    starts = _starts(backward, offloaded.times)
-    times = sorted(starts)
+    begun = starts(backward, offloaded.times)
+    times = sorted(begun)
     for trip in trips:
         arrived = {given[place]: node for place, node in trip.shown.items()}
         with backward.inserting_before(min(arrived)):
@@ -158,35 +173,35 @@ def _come_back(backward: fx.Graph, trips: Sequence[_Trip], offloaded: Offloaded)
         host.meta["val"] = trip.owner.meta["val"]
         if readers := [user for value in arrived for user in value.users]:
             next_op = bisect.bisect_right(times, trip.comes) - 1
-            begin = [starts[times[next_op]]] if next_op >= 0 else []
-            shown = _returned(backward, trip, host, min([*readers, *begin]), min(readers))
+            begin = [begun[times[next_op]]] if next_op >= 0 else []
+            with backward.inserting_before(min([*readers, *begin])):
+                pending = called(backward, way, (host, host.meta["val"].device.type), f"{trip.owner.name}_returns")
+            shown = _returned(backward, trip, pending, min(readers))
             for value, node in arrived.items():
                 read_instead(value, shown[node])
         for value in arrived:
             backward.erase_node(value)
 
 
-def _returned(backward: fx.Graph, trip: _Trip, host: fx.Node, begin: fx.Node, first: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Copy a memory back; returns the values of backward that show it, by those of forward."""
+def _returned(backward: fx.Graph, trip: Trip, pending: fx.Node, first: fx.Node) -> dict[fx.Node, fx.Node]:
+    """End the copy of a memory; returns the values of backward that show it, by those of forward."""
     value = trip.owner.meta["val"]
-    with backward.inserting_before(begin):
-        pending = _called(backward, begin_from_host, (host, value.device.type), f"{trip.owner.name}_returns")
     shown: dict[fx.Node, fx.Node] = {}
     with backward.inserting_before(first):
-        shown[trip.owner] = _called(backward, end_from_host, (pending,), trip.owner.name)
+        shown[trip.owner] = called(backward, end_from_host, (pending,), trip.owner.name)
         for view in _views(trip):
             shown[view] = backward.node_copy(view, shown.__getitem__)
     pending.meta["val"] = shown[trip.owner].meta["val"] = value
     return shown
 
 
-def _views(trip: _Trip) -> list[fx.Node]:
+def _views(trip: Trip) -> list[fx.Node]:
     """The views through which forward's saved values show a memory, operands first."""
     return list(dict.fromkeys(view for node in trip.shown.values() for view in views_of(node)))
 
 
-def _leave(joint: Joint, trips: Sequence[_Trip], offloaded: Offloaded) -> None:
-    """Copy each memory behind its last reader, and save the copy in the place of all values that show it."""
+def save_owners(joint: Joint, trips: Sequence[Trip]) -> None:
+    """Save each memory as its owner has it, once, in the place of all values that show it."""
     forward = joint.forward
     output = forward.output_node()
     given: Any = output.args[0]
@@ -196,27 +211,35 @@ def _leave(joint: Joint, trips: Sequence[_Trip], offloaded: Offloaded) -> None:
         results[first] = trip.owner
         for place in others:
             results[place] = None
-    left = [node for node in results if node is not None]
-    output.args = (tuple(left),)
+    output.args = (tuple(node for node in results if node is not None),)
     for view in (view for trip in trips for view in reversed(_views(trip))):
         if not view.users:
             forward.erase_node(view)
+
+
+def _leave(joint: Joint, trips: Sequence[Trip], offloaded: Offloaded) -> None:
+    """Copy each memory behind its last reader, and save the copy in the place of all values that show it."""
+    save_owners(joint, trips)
+    forward = joint.forward
+    output = forward.output_node()
+    saved: Any = output.args[0]
+    left = list(saved)
     readers = _readers(forward)
     ends = _ends(forward, offloaded.times)
     times = sorted(ends)
     for trip in trips:
-        with forward.inserting_after(_with_its_parts(max([trip.owner, *readers[trip.owner]]))):
-            pending = _called(forward, begin_to_host, (trip.owner,), f"{trip.owner.name}_leaves")
+        with forward.inserting_after(with_its_parts(max([trip.owner, *readers[trip.owner]]))):
+            pending = called(forward, begin_to_host, (trip.owner,), f"{trip.owner.name}_leaves")
         next_op = bisect.bisect_left(times, trip.gone)
         last = ends[times[next_op]] if next_op < len(times) else output.prev
-        with forward.inserting_after(_with_its_parts(max(pending, last))):
-            host = _called(forward, end_to_host, (pending,), f"{trip.owner.name}_host")
+        with forward.inserting_after(with_its_parts(max(pending, last))):
+            host = called(forward, end_to_host, (pending,), f"{trip.owner.name}_host")
         pending.meta["val"] = host.meta["val"] = trip.owner.meta["val"]
         left[left.index(trip.owner)] = host
     output.args = (tuple(left),)
 
 
-def _called(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
+def called(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
     return graph.create_node("call_function", target, args, name=name)
 
 
@@ -233,7 +256,7 @@ def _ends(forward: fx.Graph, times: Mapping[str, int]) -> dict[int, fx.Node]:
     return {times[node.meta[OP]]: node for node in forward.nodes if node.meta.get(OP) in times}
 
 
-def _starts(backward: fx.Graph, times: Mapping[str, int]) -> dict[int, fx.Node]:
+def starts(backward: fx.Graph, times: Mapping[str, int]) -> dict[int, fx.Node]:
     """The first node of the backward of each op, or of the op where it is recomputed, by the op's time."""
     found: dict[int, fx.Node] = {}
     for node in backward.nodes:
@@ -243,7 +266,7 @@ def _starts(backward: fx.Graph, times: Mapping[str, int]) -> dict[int, fx.Node]:
     return found
 
 
-def _with_its_parts(node: fx.Node) -> fx.Node:
+def with_its_parts(node: fx.Node) -> fx.Node:
     """The last of the results that are taken behind an op with several; else the node itself."""
     made = node.args[0] if node.target is operator.getitem else node
     while node.next.target is operator.getitem and node.next.args[0] is made:

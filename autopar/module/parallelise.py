@@ -59,8 +59,9 @@ def parallelise(
     if not source.sync:  # nothing is sent, so it must be there already
         plain = [t for module in model.modules() for _, t in plain_tensors(module)]
         all_ranks_hold("parameter values", [t for t in (*old, *model.buffers(), *plain) if not t.is_meta])
+    _check_backends(device, lowered)
     mesh_of = (lambda name: mesh) if stages is None else stages.mesh_of
-    storage = store(model, lowered.plan.parameters, mesh_of, device, source)
+    storage = store(model, lowered.plan.parameters, mesh_of, device, source, lowered.plan.wholly_hosted)
     for name, parameter in model.named_parameters():
         if name in lowered.plan.hosted:
             let_host_step(parameter)
@@ -85,6 +86,17 @@ def parallelise(
     model._autopar = state
     watch_parts(model)
     return model
+
+
+def _check_backends(device: torch.device, lowered: Lowered) -> None:
+    """Raise where norms of parameters on the host cannot be summed over the ranks of GPUs."""
+    is_apart = device.type == "cuda" and lowered.plan.wholly_hosted and dist.get_world_size() > 1
+    if is_apart and "cpu:" not in dist.get_backend_config():
+        raise NotServed(
+            "the plan has parameters on the host, and the process group sends tensors of GPUs alone",
+            seen=dist.get_backend_config(),
+            advice='torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
+        )
 
 
 def _check_names(model: nn.Module) -> None:

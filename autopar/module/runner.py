@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from autopar.module.step import outputs_of
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting
 from autopar.runtime.collectives import bind_axes
+from autopar.runtime.host import HOST, begin_to_host, end_to_host, settle_copies
 from autopar.runtime.private import inside_backward, like_part, profiler_runs
 from autopar.runtime.random import RandomState
 from autopar.runtime.world import all_ranks_hold
@@ -144,14 +145,18 @@ class Halves:
 class Primals:
     """The inputs of a program: the call's inputs, then parameters, then buffers, then the random key."""
 
-    def __init__(self, program: LocalProgram, joint: Joint, storage: dict[str, Storage]) -> None:
+    def __init__(
+        self, program: LocalProgram, joint: Joint, storage: dict[str, Storage], on_host: Collection[str]
+    ) -> None:
         first = len(program.inputs)
         self.count = first + len(program.parameters) + len(program.buffers) + program.is_random
         self.names = dict(enumerate(program.parameters, first))
         self.storages = {i: storage[name] for i, name in self.names.items()}
         self.placements = [of_one.placements for of_one in self.storages.values()]
         # the place among parameters of one of which this rank has a part: it tells on which device the model is
-        self.witness = next((k for k, of_one in enumerate(self.storages.values()) if of_one.is_here), None)
+        stored = enumerate(zip(self.names.values(), self.storages.values(), strict=True))
+        self.witness = next((k for k, (name, one) in stored if one.is_here and name not in on_host), None)
+        self.on_host = {i for i, name in self.names.items() if name in on_host}
         self.kept = sorted(i for i in _kept_by(joint) if i in self.names)  # parameters that backward needs as they are
         self.gradients: dict[int, DTensor] = {}  # parameter -> a DTensor without memory, to lay out its gradient by
 
@@ -159,6 +164,8 @@ class Primals:
         """A parameter's gradient as a DTensor that lies like the parameter; an input's as it is."""
         if primal not in self.storages:
             return gradient
+        if primal in self.on_host and not HOST.holds(gradient):  # It has waited for that of other micro-batches.
+            gradient = end_to_host(begin_to_host(gradient))
         known = self.gradients.get(primal)
         if known is None or known.dtype != gradient.dtype:
             known = self.storages[primal].wrap(gradient.new_empty(()).expand(gradient.shape))
@@ -171,6 +178,12 @@ class Primals:
             raise NotServed(
                 f"the model was moved to {moved}, and its programs run on {device}",
                 advice=f"model.to({str(device)!r}) before a call; autopar.gather(model) is a plain model to move",
+            )
+        here = dict(zip(self.names.values(), parameters, strict=True))
+        if away := [self.names[i] for i in self.on_host if here[self.names[i]].device.type != "cpu"]:
+            raise NotServed(
+                f"the parameter {away[0]} was moved to a device, and the plan has it on the host",
+                advice="the parallel model as it is, which is not moved",
             )
         whole = (Replicate(),) * mesh.ndim
         for name, parameter, lies in zip(self.names.values(), parameters, self.placements, strict=True):
@@ -243,7 +256,7 @@ class Runner:
         self.setup = setup
         self.waiting = waiting
         self.axes = self._axes()
-        self.primals = Primals(lowered.program, lowered.joint, setup.storage)
+        self.primals = Primals(lowered.program, lowered.joint, setup.storage, lowered.plan.wholly_hosted)
         own = lowered.own
         self.halves = Halves(lowered.joint, own, self.axes, setup.how.backend)
         self.settlement = Settlement(self.halves, dict(enumerate(own.parameters, len(own.inputs))))
@@ -267,6 +280,11 @@ class Runner:
     def _axes(self) -> dict[str, Any]:
         """The axes of collectives and parts, by name."""
         return dict(bind_axes(self.setup.mesh))
+
+    def settle_copies(self) -> None:
+        """Let the host wait for copies of its parameters and gradients, which it may read or change."""
+        if self.primals.on_host:
+            settle_copies(self.setup.device)
 
     def results(self, given: Iterable[Tensor]) -> Sequence[Tensor]:
         """Run forward on these primals; returns outputs, then the values saved for backward."""

@@ -60,6 +60,7 @@ class EmittedStep(torch.autograd.Function):
         for i, gradient in zip(runner.gets, found, strict=True):
             if gradient is not None:
                 gradients[i] = runner.primals.as_gradient(i, gradient) if ctx.spread[i] else gradient
+        runner.settle_copies()
         return (None, *gradients)
 
 
@@ -74,7 +75,9 @@ def outputs_of(runner: Runner, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _results(runner: Runner, primals: Sequence[Tensor]) -> Sequence[Tensor]:
     """Outputs, then the values saved for backward."""
     with naming_the_lost("forward"), naming_the_lacking("forward"):
-        return runner.results(_in_order(part_of(p) if isinstance(p, DTensor) else p) for p in primals)
+        results = runner.results(_in_order(part_of(p) if isinstance(p, DTensor) else p) for p in primals)
+        runner.settle_copies()
+        return results
 
 
 def _apart(outputs: Sequence[Tensor], primals: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.graph.held import replace_plain_tensors
 from autopar.module.checkpoint import read
 from autopar.module.init import initialise, initialise_by_position, is_on_meta
 from autopar.module.storage import Storage
+from autopar.runtime.host_step import lying_on_host
 from autopar.runtime.world import from_rank_0
 from autopar.sharding.placement import Sharding
 
@@ -32,12 +34,14 @@ def store(
     mesh_of: Callable[[str], Any],
     device: torch.device,
     source: Source,
+    on_host: Collection[str] = (),
 ) -> dict[str, Storage]:
     """Replace every parameter by its shard and every buffer by a whole copy; returns storages by name.
 
-    `mesh_of` gives the mesh of a parameter, and that of buffers for "". Tied parameters stay tied.
+    `mesh_of` gives the mesh of a parameter, and that of buffers for "". Tied parameters stay tied. The parts of
+    parameters `on_host` lie there.
     """
-    made = _Made(model, shardings, mesh_of, device)
+    made = _Made(model, shardings, mesh_of, device, on_host)
     given = set() if source.weights is None else read(model, source.weights, made.places_of, made.keep_part)
     if is_on_meta(model, given):
         if source.init == "module":
@@ -61,8 +65,10 @@ class _Made:
         shardings: dict[str, Sharding],
         mesh_of: Callable[[str], Any],
         device: torch.device,
+        on_host: Collection[str],
     ) -> None:
         self.model = model
+        self.on_host = on_host
         self.mesh = mesh_of("")
         self.device = device
         self.storage = {
@@ -81,8 +87,7 @@ class _Made:
         """Keep this rank's part of a tensor's whole values."""
         values = values.to(self.device)
         if name in self.storage:
-            stored = self.storage[name].take(values, sync)
-            self.parameters[id(tensor)] = nn.Parameter(stored, requires_grad=tensor.requires_grad)
+            self._store(name, tensor, self.storage[name].take(values, sync))
         else:
             self.buffers[id(tensor)] = values
 
@@ -90,10 +95,15 @@ class _Made:
         """Keep this rank's part, given as it is."""
         local = local.to(self.device)
         if name in self.storage:
-            stored = self.storage[name].wrap(local)
-            self.parameters[id(tensor)] = nn.Parameter(stored, requires_grad=tensor.requires_grad)
+            self._store(name, tensor, self.storage[name].wrap(local))
         else:
             self.buffers[id(tensor)] = local
+
+    def _store(self, name: str, tensor: Tensor, stored: DTensor) -> None:
+        """Keep a shard as the parameter that takes a tensor's place."""
+        if name in self.on_host:
+            stored = lying_on_host(stored)
+        self.parameters[id(tensor)] = nn.Parameter(stored, requires_grad=tensor.requires_grad)
 
     def put(self, sync: bool) -> None:
         """Replace the model's parameters, buffers and tensor attributes by what was made."""

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from autopar.letters import NotServed
 from autopar.module.storage import Storage
+from autopar.runtime.host import HOST
+from autopar.runtime.host_step import lying_on_host
 from autopar.runtime.owned_meshes import is_ours
 from autopar.runtime.patches import after_zero_grad, before_steps, replace_property
+from autopar.runtime.private import local_part
 
 if TYPE_CHECKING:
     from autopar.module.runner import Runner
@@ -59,6 +62,8 @@ class Waiting:
         assert model is not None
         parameter = model.get_parameter(name)
         wrapped = self.storage[name].wrap(gradient)
+        if HOST.holds(local_part(parameter)):
+            wrapped = lying_on_host(wrapped)
         parameter.grad = wrapped if parameter.grad is None else parameter.grad + wrapped
 
     def settled(self, runner: Runner) -> list[Tensor | None]:

@@ -1,8 +1,9 @@
-"""Copies of values that wait for backward: to the memory of the host, and back.
+"""Copies of values that wait for backward, and of parameters that lie on the host: to its memory, and back.
 
     begin_to_host      the copy begins
     end_to_host        the value on the host; the device's memory may be used again
     begin_from_host    the copy back begins, into new memory of the device
+    begin_up           the same of a parameter's part, which stays where it lies
     end_from_host      the value on the device, laid out as it was
 
 On a GPU each direction has a stream of its own, and the host waits for neither: a copy waits for what the compute
@@ -95,6 +96,8 @@ class HostMemory:
 
 
 HOST = HostMemory()
+_DOWN = "to the host"
+_UP = "from the host"
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +142,7 @@ class Transfer:
 def begin_to_host(x: Tensor) -> Transfer:
     """Begin to copy a value to the host."""
     host = HOST.lend(x)
-    return Transfer(x, host, _copy(host, x, "to the host") if x.is_cuda else None)
+    return Transfer(x, host, _copy(host, x, _DOWN) if x.is_cuda else None)
 
 
 def end_to_host(transfer: Transfer) -> Tensor:
@@ -158,18 +161,35 @@ def begin_from_host(host: Tensor, device: str) -> Transfer:
             "a value that waits on the host for backward has been copied: its own copy may have been under way",
             advice="no torch.autograd.graph.saved_tensors_hooks around the model, or a plan without values on the host",
         )
-    there = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-    return Transfer(host, there, _copy(there, host, "from the host") if there.is_cuda else None)
+    return begin_up(host, device)
+
+
+def begin_up(part: Tensor, device: str) -> Transfer:
+    """Begin to copy the part of a parameter that lies on the host into new memory of a kind of device."""
+    there = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device)
+    if HOST.overwrites and not there.is_cuda:
+        there.fill_(_nothing(there.dtype))  # What reads it before the copy ends reads no number.
+    return Transfer(part, there, _copy(there, part, _UP) if there.is_cuda else None)
 
 
 def begin_onto(tensor: Tensor, host: Tensor) -> Transfer:
     """Begin to copy a value of the host over a tensor of the device."""
-    return Transfer(host, tensor, _copy(tensor, host, "from the host") if tensor.is_cuda else None)
+    return Transfer(host, tensor, _copy(tensor, host, _UP) if tensor.is_cuda else None)
 
 
 def end_from_host(transfer: Transfer) -> Tensor:
     """The value on the device, for what runs from here on."""
     return transfer.end()
+
+
+def settle_copies(device: torch.device) -> None:
+    """Let the host wait until no copy of a device is under way: it reads or writes what they are of.
+
+    On a CPU a copy runs where it ends.
+    """
+    if device.type == "cuda":
+        for way in (_DOWN, _UP):
+            _stream(torch.cuda.current_device() if device.index is None else device.index, way).synchronize()
 
 
 def _copy(into: Tensor, source: Tensor, way: str) -> Any:

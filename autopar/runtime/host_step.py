@@ -1,5 +1,7 @@
 """Steps of parameters on the CPUs of the host: gradients go down a piece at a time, and stepped parameters come up.
 
+A parameter that lies on the host with its gradient is stepped there, and nothing is copied. Of others:
+
     begin      copies of the next pieces go down while the CPUs step one
     step       the parameter in single precision, its gradient and its states, all on the host
     end        the stepped piece goes up while the CPUs step the next
@@ -16,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.runtime.host import HOST, Transfer, begin_onto, begin_to_host
+from autopar.runtime.private import like_part, local_part
 
 # Updates in place, on the host: the values of a piece in single precision, by its gradient, and its states.
 PieceStep = Callable[[Tensor, Tensor, tuple[Tensor, ...]], None]
@@ -33,6 +37,17 @@ class Piece:
     # Values in single precision, on the host as well, of a parameter that has fewer bits.
     master: Tensor | None
     step: PieceStep
+
+    @property
+    def lies_here(self) -> bool:
+        """Whether the parameter lies on the host: then its gradient does, and it is stepped in place."""
+        return HOST.holds(self.parameter)
+
+    def in_place(self) -> None:
+        """Step the parameter where it lies."""
+        self.step(self.parameter if self.master is None else self.master, self.gradient, self.states)
+        if self.master is not None:
+            self.parameter.copy_(self.master)
 
     def cut(self, size: int) -> Iterator[Piece]:
         """The piece in pieces of at most `size` elements; whole where a tensor is not contiguous."""
@@ -70,6 +85,9 @@ class HostSteps:
     def run(self, parameters: Iterable[Piece]) -> None:
         """Step parameters in turn; their values on the device are new when it returns."""
         for whole in parameters:
+            if whole.lies_here:
+                whole.in_place()
+                continue
             for piece in whole.cut(self.size):
                 self._begin(piece)
                 if len(self._coming) > self.ahead:
@@ -109,6 +127,12 @@ def let_host_step(parameter: Any) -> None:
 def is_stepped_on_host(parameter: Tensor) -> bool:
     """Whether the host steps a parameter."""
     return getattr(parameter, "_autopar_on_host", False)
+
+
+def lying_on_host(tensor: DTensor) -> DTensor:
+    """A tensor whose part is copied to the host."""
+    part = local_part(tensor)
+    return like_part(HOST.lend(part).copy_(part), tensor)
 
 
 def lent_like(tensor: Tensor) -> Tensor:

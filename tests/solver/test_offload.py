@@ -160,6 +160,7 @@ def test_a_micro_batch_repeats_what_a_step_repeats_in_all_of_them():
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_a_large_model_pays_less_the_faster_its_link_is():
     """LLaMA-8B under ZeRO-3 on 8 devices: against recompute alone, and as long as it takes to plan that."""
     free, _ = planned("inf", linked(0.0))

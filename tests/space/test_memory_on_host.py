@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.offload import MODELS, WAYS, held
+from benchmarks.offload import MODELS, WAYS, held, held_without_parameters
 from tests.shares import by_day
 
 # Nothing fits where parameters and states alone take most of the budget.
@@ -18,3 +18,14 @@ def test_peaks_are_those_of_a_rank(model, way):
     one = held(model, way)
     assert 0.99 <= one.host <= (1.09 if model == "t5" else 1.01)
     assert 0.98 <= one.device <= 1.04
+
+
+@pytest.mark.parametrize(
+    ("model", "way"), by_day([(model, way) for model in ("gpt2", "llama") for way in WAYS], ("llama", "zero3")), ids=str
+)
+@pytest.mark.filterwarnings("ignore")
+def test_so_are_those_of_a_rank_whose_parameters_lie_on_the_host(model, way):
+    one = held_without_parameters(model, way)
+    assert one.plan.wholly_hosted == set(one.plan.parameters)
+    assert one.host == pytest.approx(1)
+    assert 0.98 <= one.device <= (1.1 if way == "dp" else 1.04)  # Gradients are counted a window longer there.
