@@ -106,7 +106,7 @@ def held_without_parameters(model: str, way: str, rows: int = 4) -> Held:
     cluster = replace(memory.cpu(), host=Host("a link", 2e10, 2e10, 0.0, 2**44, adamw_params_per_s=1e12))
     asked = {**asked, "cluster": cluster, "host_budget": "1TiB"}
     pins = autopar.plan(of, batch, **asked).constraints()
-    there = {name: f"{pin.rpartition('; ')[0]}; all" for name, pin in pins.items() if "; " in pin}
+    there = {name: f"{pin.rpartition('; ')[0]}; wholly" for name, pin in pins.items() if "; " in pin}
     plan = autopar.plan(of, batch, **{**asked, "parallel": None, "constraints": pins | there})
     measured = memory.run_plan(plan, pair, 0)
     return Held(plan, plan.peak_bytes / measured.peaks[3], plan.host_bytes / HOST.peak)

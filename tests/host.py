@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import replace
 
 import pytest
+import torch
 
-from autopar import Cluster, Plan
+from autopar import Cluster, DeviceMesh, Plan
 from autopar.codegen import joint
 from autopar.runtime.host import HOST
 from autopar.sharding.host import Host
 from autopar.space import timeline
+from tests.stages.models import case
+
+MESHES = {
+    "one device": dict(mesh=(1,)),
+    "dp": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="dp"),
+    "zero3": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="zero3"),
+    "megatron": dict(mesh=DeviceMesh((2,), ("tp",)), parallel="megatron"),
+    "both": dict(mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=dict(tensor=2, data=dict(size=2, zero=3))),
+    "turns of two": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="zero3", microbatches=2),
+}
 
 
 def travels(plan: Plan, wanted=lambda name: True, ahead: int = 2) -> dict[str, tuple[str, str]]:
@@ -52,3 +64,30 @@ def with_host(cluster: Cluster, rate: float = 1e12, params_per_s: float = 1e12, 
     """A cluster whose devices reach their host at a rate each way, and whose CPUs step so many parameters a second."""
     host = Host("a link", rate, rate, latency_s, 2**40, adamw_params_per_s=params_per_s)
     return replace(cluster, name=f"{cluster.name}-with-host", host=host)
+
+
+def model_in(name, dtype):
+    model, batch = case(name)
+    kind = getattr(torch, dtype)
+    return model.to(kind), {k: v.to(kind) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def stepped(mine, batch, optimizer, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        outputs = mine(**batch)
+        getattr(outputs, "loss", outputs).backward()
+        optimizer.step()
+
+
+def broken(joint, half, how):
+    """The program with a copy of one half that `how` has changed."""
+    graph = copy.deepcopy(getattr(joint, half))
+    for mine, theirs in zip(graph.nodes, getattr(joint, half).nodes, strict=True):
+        mine.meta = dict(theirs.meta)
+    how(graph)
+    return replace(joint, **{half: graph})
+
+
+def first(graph, target):
+    return graph.find_nodes(op="call_function", target=target)[0]

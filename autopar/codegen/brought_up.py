@@ -29,6 +29,7 @@ from autopar.graph.graph import Graph, info
 from autopar.letters import NotServed
 from autopar.runtime.host import begin_to_host, begin_up, end_from_host, end_to_host
 from autopar.solver.plan import Plan
+from autopar.space.parameter_values import casts_of_parameters
 from autopar.space.schedule import schedule_of
 
 
@@ -57,13 +58,8 @@ def coming_of(graph: Graph, plan: Plan) -> dict[str, Coming]:
 def _gathered(graph: Graph, plan: Plan) -> set[str]:
     """The parameters of which conversions make other forms, or casts do."""
     converted = {c.source for c in plan.conversions if c.forward}
-    found = set()
-    for name, node in graph.parameters.items():
-        users = [info(user) for user in node.users]
-        is_cast = len(users) == 1 and plan.decisions[users[0].key].op == "to" if users else False
-        if is_cast or name in converted:
-            found.add(name)
-    return found
+    cast = set(casts_of_parameters(graph).values())
+    return {name for name, node in graph.parameters.items() if node in cast or name in converted}
 
 
 def bring_up(joint: Joint, primals: Mapping[str, str], offloaded: Offloaded) -> None:

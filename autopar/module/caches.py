@@ -62,6 +62,11 @@ class CarriedCache(Cache, Carried):
         return CarriedPair(own, CarriedCache(most, of_encoder, is_of_encoder=True))
 
     @property
+    def has_keys(self) -> bool:
+        """Whether it holds keys of tokens."""
+        return any(kind.has_keys and layer.held for kind, layer in zip(self.kinds, self.layers, strict=True))
+
+    @property
     def has_states(self) -> bool:
         """Whether it has states of linear attention, to which every token of a call is added."""
         return any(kind.states for kind in self.kinds)
@@ -141,6 +146,10 @@ class CarriedPair(EncoderDecoderCache, Carried):
         self.self_attention_cache.take_over(left.self_attention_cache)
         self.cross_attention_cache.take_over(left.cross_attention_cache)
         self.is_updated = dict(left.is_updated)
+
+    @property
+    def has_keys(self) -> bool:
+        return self.self_attention_cache.has_keys
 
     @property
     def named(self) -> list[tuple[str, CarriedCache]]:

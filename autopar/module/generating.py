@@ -97,7 +97,7 @@ class Generating(GenerationMixin):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         trial = self._own.caches.trial
         cache = kwargs.get(_CACHE)
-        if trial.is_open and cache is not None and int(cache.get_seq_length()):
+        if trial.is_open and cache is not None and cache.has_keys:
             without = {**kwargs, _CACHE: None, "use_cache": False, "next_sequence_length": None}
             trial.expect(self(**super().prepare_inputs_for_generation(*args, **without), return_dict=True))
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)

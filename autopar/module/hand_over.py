@@ -149,7 +149,7 @@ class HandOver:
 
     def __str__(self) -> str:
         return (
-            f"{len(self)} tensors of {said_bytes(self.bytes)} to {self.named_mesh}: a rank sends at most "
+            f"{len(self)} tensors of {said_bytes(self.bytes)} onto {self.named_mesh}: a rank sends at most "
             f"{said_bytes(self.sent_bytes)} and receives at most {said_bytes(self.received_bytes)}, "
             f"in {said_time(self.seconds)} on {self.cluster.name}"
         )

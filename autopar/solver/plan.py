@@ -427,7 +427,7 @@ class Plan:
     def _place_of(self, name: str) -> str:
         """The word of constraints for where a parameter lies."""
         if name in self.wholly_hosted:
-            return "all"
+            return "wholly"
         return "host" if name in self.hosted else "device"
 
     def _use_of(self, name: str, stored: str) -> str:

@@ -4,7 +4,7 @@
     "blocks.*.up.weight": "S(0)@tp"          a parameter: its storage and every use
     "*": "S(0)@dp; R; regathered; each"      its storage; its use; whether the gathered copy is kept for backward; and,
                                              of several micro-batches, whether its gradient is reduced at their end or
-                                             in each (parameters only); "device", "host" or "all" may follow: whether
+                                             in each (parameters only); "device", "host" or "wholly" may follow: whether
                                              nothing of it, its optimizer states, or all of it lies on the host
     "head.weight": "S(0)@dp; *"              its storage alone
     "blocks.*.up": "S(1)@tp"                 a module: what the consumers of its output receive
@@ -53,7 +53,7 @@ class Pins:
     use: Pin
     gather: str = ""  # "kept" or "regathered", where it is said
     reduce: str = ""  # "end" or "each": where a step has several micro-batches
-    states: str = ""  # "device" or "host", where optimizer states lie, or "all", where the parameter does too
+    states: str = ""  # "device" or "host", where optimizer states lie, or "wholly", where the parameter does too
     is_about_storage: bool = False
     wished: Pin | None = None  # replaces `use` for uses that have such a choice
 
@@ -162,7 +162,7 @@ class Constraints:
 
     @property
     def speak_of_parts_on_host(self) -> bool:
-        return any(pin.states == "all" for pin in self.pins)
+        return any(pin.states == "wholly" for pin in self.pins)
 
     def check_all_used(self, known: list[str]) -> None:
         """Raise `BadConstraint` if a pattern of the caller's has matched nothing; `known` names are listed."""
@@ -204,15 +204,15 @@ def _read(pattern: str, what: Any, mesh: DeviceMesh) -> Pins:
 
 
 def _parse(pattern: str, text: str, mesh: DeviceMesh) -> Pins:
-    """Read `storage; use; kept or regathered; end or each; device, host or all`; one is needed."""
+    """Read `storage; use; kept or regathered; end or each; device, host or wholly`; one is needed."""
     storage, *others = [field.strip() for field in text.split(";")]
     use = others[:1]
     gather = others[1:2]
     reduce = others[2:3]
     states = others[3:]
-    words = (gather, "kept regathered *"), (reduce, "end each *"), (states, "device host all *")
+    words = (gather, "kept regathered *"), (reduce, "end each *"), (states, "device host wholly *")
     if len(states) > 1 or any(given and given[0] not in known.split() for given, known in words):
-        raise BadConstraint(f"{text!r} is not storage; use; kept or regathered; end or each; device, host or all")
+        raise BadConstraint(f"{text!r} is not storage; use; kept or regathered; end or each; device, host or wholly")
     stored = _pin(storage, mesh)
     used = _pin(use[0], mesh) if use else stored
     gathered, reduced, lies = ("".join(given).replace(_ANY, "") for given in (gather, reduce, states))

@@ -196,7 +196,7 @@ def _follow(draft: Draft, pins: Pins) -> None:
     keep = draft.left
     is_on_host = np.array([bool(policy.on_host) for policy in site.policies], bool)
     with_part = np.array([policy.with_part for policy in site.policies], bool)
-    may_lie = {"host": is_on_host & ~with_part, "all": with_part}
+    may_lie = {"host": is_on_host & ~with_part, "wholly": with_part}
     if pins.states in may_lie and site.kind == "parameter" and not may_lie[pins.states].any():
         what = "states" if pins.states == "host" else "parameters"
         raise BadConstraint(

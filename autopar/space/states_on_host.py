@@ -1,7 +1,7 @@
 """Optimizer states on the host, or all of a parameter: policies by which the CPUs of its node step it.
 
     states    the gradient goes down when the optimizer steps, and the updated parameter comes back
-    all       the stored part lies on the host as well: it comes up before it is read, in forward and in backward, and
+    wholly    the stored part lies on the host as well: it comes up before it is read, in forward and in backward, and
               its gradient goes down in backward
 
 In a space a parameter has each of its choices a second time, with no bytes of states on the device and the seconds of

@@ -16,6 +16,7 @@ How each is patched and undone is in `runtime/brief_patches.py`; the replacement
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import sys
@@ -119,7 +120,7 @@ def _apply(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
             wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in rest)  # else nothing gets a gradient
             with recorder.place.region(), torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
                 return function(*rest)
-        return recorder.apply(cls, lambda *a, **k: original(cls, *a, **k), args, kwargs)
+        return recorder.apply(cls, functools.partial(original, cls), args, kwargs)
 
     return apply
 

@@ -20,8 +20,7 @@ from autopar.runtime.host import begin_to_host, begin_up, end_from_host, end_to_
 from autopar.runtime.host_step import HostSteps, Piece
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer
-from tests.codegen.test_offloaded import broken, first
-from tests.host import small_values_travel, with_host
+from tests.host import broken, first, small_values_travel, with_host
 from tests.models import eager_links, mlp_case
 from tests.training import whole
 

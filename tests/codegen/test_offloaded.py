@@ -32,7 +32,7 @@ from autopar.tracer import ColoTracer
 from benchmarks.memory import Live
 from tests import language
 from tests.equality.gpt2 import gpt2
-from tests.host import small_values_travel, travels
+from tests.host import broken, first, small_values_travel, travels
 from tests.models import eager_links, mlp_case
 from tests.stages.models import case
 from tests.training import whole
@@ -251,19 +251,6 @@ def joint():
         found = lower(graph, plan.offloading(travels(plan)), (0,)).joint
     check_travels(found)
     return found
-
-
-def broken(joint, half, how):
-    """The program with a copy of one half that `how` has changed."""
-    graph = copy.deepcopy(getattr(joint, half))
-    for mine, theirs in zip(graph.nodes, getattr(joint, half).nodes, strict=True):
-        mine.meta = dict(theirs.meta)
-    how(graph)
-    return dataclasses.replace(joint, **{half: graph})
-
-
-def first(graph, target):
-    return graph.find_nodes(op="call_function", target=target)[0]
 
 
 def _returns_after_its_reader(graph):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -63,19 +65,34 @@ def planned(name: str, preset: str | None, how: dict):
     return request.as_planned(graph, plan), plan
 
 
-def read_again(graph: Graph, plan: Plan, coordinate, gradients=True) -> None:
+def read(graph: str, plan: str, kept: bytes, coordinate, gradients: bool) -> tuple:
+    """A program that is read of records: what it is as text, what was lowered all the same, and the records again."""
+    LOWERED.clear()
+    known = Records(unpacked(kept))
+    again = lower(
+        Graph.from_json(graph), Plan.from_dict(json.loads(plan)), coordinate, gradients=gradients, records=known
+    )
+    LOWERED.clear()
+    return code(again), str(again.program), again.collectives, known.lowered, packed(known.data())
+
+
+def read_again(graph: Graph, plan: Plan, coordinate, gradients=True, run=lambda f, *given: f(*given)) -> None:
     """What is read of records equals what was lowered, by text, and is certified; nothing is lowered."""
     made = Records()
     first = lower(graph, plan, coordinate, gradients=gradients, records=made)
     kept = packed(made.data())
-    graph, plan = Graph.from_json(graph.to_json()), Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    told = graph.to_json(), json.dumps(plan.to_dict()), kept, coordinate, gradients
+    *same, lowered, again = run(read, *told)
+    assert same == [code(first), str(first.program), first.collectives] and not lowered
+    assert again == kept
     LOWERED.clear()
-    known = Records(unpacked(kept))
-    again = lower(graph, plan, coordinate, gradients=gradients, records=known)
-    assert code(again) == code(first) and not known.lowered and str(again.program) == str(first.program)
-    assert again.collectives == first.collectives
-    assert packed(known.data()) == kept
-    LOWERED.clear()
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """Runs a function in another process, which has seen no model."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        yield lambda function, *given: process.submit(function, *given).result(timeout=300)
 
 
 @pytest.mark.parametrize(("name", "preset", "how"), WAYS, ids=str)
@@ -88,11 +105,11 @@ def test_halves_are_the_same_code_after_they_were_written_and_read(name, preset,
 @pytest.mark.parametrize("how", SITUATIONS, ids=str)
 @pytest.mark.parametrize("preset", PRESETS, ids=str)
 @pytest.mark.parametrize("name", [*FAMILIES, *(name for name, _, _ in WAYS)])
-def test_families_under_presets_in_situations(name, preset, how):
+def test_families_under_presets_in_situations(name, preset, how, elsewhere):
     try:
         graph, plan = planned(name, preset, how)
     except (BadConstraint, BadPreset, NotServed) as e:  # The preset or the situation does not fit the model.
         pytest.skip(e.what)
-    read_again(graph, plan, plan.mesh.coordinate(0))
+    read_again(graph, plan, plan.mesh.coordinate(0), run=elsewhere)
     if plan.microbatches == 1:
-        read_again(graph, plan, plan.mesh.coordinate(3), gradients=False)
+        read_again(graph, plan, plan.mesh.coordinate(3), gradients=False, run=elsewhere)

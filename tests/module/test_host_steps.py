@@ -11,26 +11,16 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import autopar
-from autopar import DeviceMesh
 from autopar.kernels import adamw
 from autopar.letters import NotServed
 from autopar.runtime.host import HOST
 from autopar.runtime.host_step import HostSteps, Piece, lent_like
 from autopar.runtime.private import local_part
 from benchmarks.memory import Live
-from tests.host import with_host
+from tests.host import MESHES, model_in, stepped, with_host
 from tests.models import eager_links, mlp_case
-from tests.stages.models import case
 from tests.training import whole
 
-MESHES = {
-    "one device": dict(mesh=(1,)),
-    "dp": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="dp"),
-    "zero3": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="zero3"),
-    "megatron": dict(mesh=DeviceMesh((2,), ("tp",)), parallel="megatron"),
-    "both": dict(mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=dict(tensor=2, data=dict(size=2, zero=3))),
-    "turns of two": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="zero3", microbatches=2),
-}
 BY_DAY = {("unet", "one device", "float32"), ("decoder", "zero3", "bfloat16")}
 CASES = [
     pytest.param(name, how, dtype, marks=[] if (name, how, dtype) in BY_DAY else pytest.mark.nightly)
@@ -38,12 +28,6 @@ CASES = [
     for how in MESHES
     for dtype in ("float32", "bfloat16")
 ]
-
-
-def model_in(name, dtype):
-    model, batch = case(name)
-    kind = getattr(torch, dtype)
-    return model.to(kind), {k: v.to(kind) if v.is_floating_point() else v for k, v in batch.items()}
 
 
 def planned(model, batch, how, **more):
@@ -57,14 +41,6 @@ def planned(model, batch, how, **more):
         **MESHES[how],
         **more,
     )
-
-
-def stepped(mine, batch, optimizer, steps=2):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        outputs = mine(**batch)
-        getattr(outputs, "loss", outputs).backward()
-        optimizer.step()
 
 
 def train(rank, model, batch, plan, max_norm):

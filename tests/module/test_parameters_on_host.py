@@ -12,9 +12,8 @@ import torch
 import autopar
 from autopar.runtime.host import HOST
 from autopar.runtime.private import local_part
-from tests.host import small_values_travel, with_host
+from tests.host import MESHES, model_in, small_values_travel, stepped, with_host
 from tests.models import eager_links
-from tests.module.test_host_steps import MESHES, model_in, stepped
 from tests.training import whole
 
 BY_DAY = {("unet", "one device", "float32"), ("decoder", "zero3", "bfloat16")}

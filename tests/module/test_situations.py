@@ -109,7 +109,7 @@ def test_another_batch_is_searched_for_once_under_the_budget_and_once_without_on
     request, asked = Request(mesh=(2,), memory_budget="inf"), []
     first = plan_of(request.trace(model, batch), request)
 
-    def refused(graph, request, started=math.inf, is_trial=False):
+    def refused(graph, request, started=math.inf, is_trial=False, known=math.inf):
         asked.append((request.memory_budget, is_trial))
         raise Infeasible("no plan")
 

@@ -114,7 +114,7 @@ def test_parameters_go_where_states_alone_do_not_suffice(tmp_path):
 
 def test_a_parameter_on_the_host_takes_its_step_and_its_copies():
     """Up for forward and for backward, and its gradient down, as if nothing ran beside them; frozen, up alone."""
-    pinned = {"*": "S(0)@dp; R; regathered; end; all"}
+    pinned = {"*": "S(0)@dp; R; regathered; end; wholly"}
     for rate, stepped in ((1e6, 1e12), (1e12, 1e5)):
         cluster = with_host(eager_links(), rate, stepped, 1e-3)
         plan = planned("inf", cluster=cluster, parallel=None, constraints=pinned)
@@ -135,7 +135,7 @@ def test_a_parameter_on_the_host_takes_its_step_and_its_copies():
 
 
 def test_parameters_do_not_lie_on_the_host_where_nothing_says_so(tmp_path):
-    pinned = {"head.weight": "S(0)@dp; R; regathered; end; all"}
+    pinned = {"head.weight": "S(0)@dp; R; regathered; end; wholly"}
     with pytest.raises(BadConstraint, match="may not lie"):
         planned("inf", host=0, constraints=pinned)
     with pytest.raises(BadConstraint, match="may not lie"):
