@@ -82,7 +82,7 @@ def test_constraints_pin_where_states_lie_and_plans_say_so(tmp_path):
     assert autopar.Plan.load(tmp_path / "plan.json") == head
     assert "states on the host" in head.diff(planned("inf"))
     assert "whose CPUs step it" in head.explain("head.weight")
-    with pytest.raises(BadConstraint, match="device, host or all"):
+    with pytest.raises(BadConstraint, match="device, host or wholly"):
         planned("inf", constraints={"head.weight": "R; R; kept; end; there"})
     with pytest.raises(BadConstraint, match=r"those of .* may not lie"):
         planned("inf", host=0, parallel=None, constraints=head.constraints())
