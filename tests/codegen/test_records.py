@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import time
@@ -88,11 +89,17 @@ def read_again(graph: Graph, plan: Plan, coordinate, gradients=True, run=lambda 
     LOWERED.clear()
 
 
+def beside_the_model(name: str, function, *given):
+    """The result of a function in a process that builds a model, as a script does, and neither traces nor plans it."""
+    ZOO[name].build()
+    return function(*given)
+
+
 @pytest.fixture(scope="module")
 def elsewhere():
-    """Runs a function in another process, which has seen no model."""
+    """Runs a function in another process, beside the model of this name."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        yield lambda function, *given: process.submit(function, *given).result(timeout=300)
+        yield lambda *given: process.submit(beside_the_model, *given).result(timeout=300)
 
 
 @pytest.mark.parametrize(("name", "preset", "how"), WAYS, ids=str)
@@ -106,10 +113,11 @@ def test_halves_are_the_same_code_after_they_were_written_and_read(name, preset,
 @pytest.mark.parametrize("preset", PRESETS, ids=str)
 @pytest.mark.parametrize("name", [*FAMILIES, *(name for name, _, _ in WAYS)])
 def test_families_under_presets_in_situations(name, preset, how, elsewhere):
+    run = functools.partial(elsewhere, name)
     try:
         graph, plan = planned(name, preset, how)
     except (BadConstraint, BadPreset, NotServed) as e:  # The preset or the situation does not fit the model.
         pytest.skip(e.what)
-    read_again(graph, plan, plan.mesh.coordinate(0), run=elsewhere)
+    read_again(graph, plan, plan.mesh.coordinate(0), run=run)
     if plan.microbatches == 1:
-        read_again(graph, plan, plan.mesh.coordinate(3), gradients=False, run=elsewhere)
+        read_again(graph, plan, plan.mesh.coordinate(3), gradients=False, run=run)
