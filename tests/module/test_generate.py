@@ -181,7 +181,8 @@ def test_calls_of_several_tokens_see_all_of_a_window():
 def test_states_are_carried(family, mesh, threads):
     calls = [GREEDY, {**GREEDY, "attention_mask": PADDED, "num_beams": 2}]
     found, *_ = check(family, mesh, "free", calls, threads)
-    assert [made for _, made in found] == [2, 2]
+    tried = family == "falcon_h1"  # its class does not say that its cache may be longer than its tokens
+    assert [made for _, made in found] == [2 + tried, 2]
 
 
 def test_states_are_carried_on_one_device(threads):
