@@ -9,6 +9,7 @@ message to each of them, and nothing is gathered that nobody asked for. All rank
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ class HandOver:
         self.cluster = cluster
         world = tuple(range(dist.get_world_size()))
         _check_mesh(mesh, len(world), self.device)
+        _check_dtype(dtype)
         wanted = _Wanted(placements, self.named_mesh)
         on = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape)
         roads: dict[Any, _Road] = {}
@@ -183,6 +185,15 @@ def _check_mesh(mesh: Any, world: int, device: torch.device) -> None:
         raise NotServed(f"the mesh is of {mesh.device_type}, and the model is on {device.type}")
 
 
+def _check_dtype(dtype: Any) -> None:
+    """Raise a letter unless floating-point tensors can be handed over in this dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise NotServed(
+            f"dtype={dtype!r} is not one of floating-point numbers, in which such tensors are handed over",
+            advice="dtype=torch.bfloat16, or none",
+        )
+
+
 def _holding(tensor: Tensor, world: tuple[int, ...]) -> Holding:
     """The holding of a tensor of a parallel model; plain ones are whole on every rank."""
     if not isinstance(tensor, DTensor):
@@ -214,6 +225,12 @@ class _Wanted:
 
     def __init__(self, placements: Placements, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+        self._known: list[str] = []
+        if placements is not None and not isinstance(placements, (Mapping, Plan)) and not callable(placements):
+            raise BadSharding(
+                f"placements={placements!r} does not say how tensors shall lie",
+                advice='by name or pattern, {"*": "S(0)@tp"}; a function of name and tensor; or a plan',
+            )
         self._given = placements.parameters if isinstance(placements, Plan) else placements
         self._is_plan = isinstance(placements, Plan)
         self._unused = dict.fromkeys(self._given) if isinstance(self._given, Mapping) else {}
@@ -222,6 +239,7 @@ class _Wanted:
 
     def of(self, name: str, tensor: Tensor) -> Sharding:
         """The sharding in which a tensor shall lie; whole where nothing is said."""
+        self._known.append(name)
         sharding = self._parsed(self._said(name, tensor), name)
         if not _can_be_written(sharding, tensor.dim()):
             raise BadSharding(
@@ -259,7 +277,13 @@ class _Wanted:
     def check_all_used(self) -> None:
         """Raise a letter where a name or a pattern of the caller's has met no tensor."""
         if self._unused and not self._is_plan:
-            raise BadSharding(f"no tensor of the model is called {next(iter(self._unused))!r}")
+            pattern = next(iter(self._unused))
+            near = difflib.get_close_matches(pattern, self._known, n=1)
+            raise BadSharding(
+                f"no tensor of the model is called {pattern!r}",
+                seen=f"the model has {', '.join(self._known[:4])}{', ...' if len(self._known) > 4 else ''}",
+                advice=repr(near[0]) if near else "names of model.state_dict(), or patterns of them",
+            )
 
 
 def _can_be_written(sharding: Sharding, dims: int) -> bool:

@@ -62,7 +62,7 @@ def _name(op: Any) -> str:
         return f"ops.{space}.{name}" + ("" if "." in name else ".default") if colons else op
     if isinstance(op, type) and issubclass(op, torch.autograd.Function):
         return Apply(op).__name__
-    if callable(op) and type(op).__name__ != "CustomOpDef":
+    if callable(op) and not isinstance(op, type) and type(op).__name__ != "CustomOpDef":
         name = SPELLINGS[op][0].name if op in SPELLINGS else own_name(op)
         return name + ".default" if type(op).__name__ == "OpOverloadPacket" else name
     raise BadRule(

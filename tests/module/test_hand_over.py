@@ -138,6 +138,12 @@ def refused(parallel) -> None:
     ):
         with pytest.raises(BadSharding, match=words):
             parallel.hand_over(mesh, placements)
+    for placements in ("megatron", 3):
+        with pytest.raises(BadSharding, match="does not say how tensors shall lie"):
+            parallel.hand_over(one, placements)
+    for dtype in ("bfloat16", torch.int8):
+        with pytest.raises(NotServed, match="not one of floating-point numbers"):
+            parallel.hand_over(one, dtype=dtype)
     with pytest.raises(NotServed, match="rank 4, and the job has 4"):
         parallel.hand_over(types.SimpleNamespace(mesh=torch.tensor([0, 4]), mesh_dim_names=None, device_type="cpu"))
 
