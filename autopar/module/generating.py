@@ -97,9 +97,14 @@ class Generating(GenerationMixin):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         trial = self._own.caches.trial
         cache = kwargs.get(_CACHE)
-        if trial.is_open and cache is not None and cache.has_keys:
+        if trial.is_open:
             without = {**kwargs, _CACHE: None, "use_cache": False, "next_sequence_length": None}
-            trial.expect(self(**super().prepare_inputs_for_generation(*args, **without), return_dict=True))
+            reads_tokens = cache is not None and cache.has_keys
+            trial.expect(
+                self(**super().prepare_inputs_for_generation(*args, **without), return_dict=True)
+                if reads_tokens
+                else None
+            )
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
         if isinstance(inputs.get("encoder_outputs"), _ToEncode):
             inputs |= inputs.pop("encoder_outputs")
