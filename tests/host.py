@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+import autopar
 from autopar import Cluster, DeviceMesh, Plan
 from autopar.codegen import joint
 from autopar.runtime.host import HOST
 from autopar.sharding.host import Host
 from autopar.space import timeline
+from tests.models import eager_links
 from tests.stages.models import case
 
 MESHES = {
@@ -24,6 +26,29 @@ MESHES = {
     "both": dict(mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=dict(tensor=2, data=dict(size=2, zero=3))),
     "turns of two": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="zero3", microbatches=2),
 }
+BY_DAY = {("unet", "one device", "float32"), ("decoder", "zero3", "bfloat16")}
+CASES = [
+    pytest.param(name, how, dtype, marks=[] if (name, how, dtype) in BY_DAY else pytest.mark.nightly)
+    for name in ("decoder", "encoder and decoder", "unet")
+    for how in MESHES
+    for dtype in ("float32", "bfloat16")
+]
+
+
+def planned(model, batch, how, wholly=(), **more):
+    """A plan on a mesh, by its name; the parameters `wholly` named, or "*", lie on the host."""
+    plan = autopar.plan(
+        model,
+        batch,
+        memory_budget="inf",
+        host_budget="1GiB",
+        cluster=with_host(eager_links()),
+        optimizer=autopar.optim.AdamW,
+        **MESHES[how],
+        **more,
+    )
+    there = frozenset(plan.parameters if wholly == "*" else wholly)
+    return replace(plan, hosted=there, wholly_hosted=there) if there else plan
 
 
 def travels(plan: Plan, wanted=lambda name: True, ahead: int = 2) -> dict[str, tuple[str, str]]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import autopar
-from autopar import DeviceMesh
 from autopar.certificate.host import check_travels
 from autopar.codegen import brought_up
 from autopar.codegen.joint_graph import BACK, OP
@@ -20,30 +19,14 @@ from autopar.runtime.host import begin_to_host, begin_up, end_from_host, end_to_
 from autopar.runtime.host_step import HostSteps, Piece
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer
-from tests.host import broken, first, small_values_travel, with_host
-from tests.models import eager_links, mlp_case
+from tests.host import broken, first, planned, small_values_travel
+from tests.models import mlp_case
 from tests.training import whole
-
-ZERO3 = dict(mesh=DeviceMesh((2,), ("dp",)), parallel="zero3")
-
-
-def planned(model, batch, **how):
-    plan = autopar.plan(
-        model,
-        batch,
-        memory_budget="inf",
-        host_budget="1GiB",
-        cluster=with_host(eager_links()),
-        optimizer=autopar.optim.AdamW,
-        **(how or {"mesh": (1,)}),
-    )
-    there = frozenset(plan.parameters)
-    return replace(plan, hosted=there, wholly_hosted=there)
 
 
 def lowered(how):
     model, batch = mlp_case()
-    plan = planned(model, batch, **how)
+    plan = planned(model, batch, how, "*")
     return lower(ColoTracer().trace(model, batch), plan, (0,) * len(plan.mesh.shape))
 
 
@@ -52,7 +35,7 @@ def on_host(program):
     return frozenset(range(first_one, first_one + len(program.program.parameters)))
 
 
-@pytest.mark.parametrize("how", [{"mesh": (1,)}, ZERO3], ids=["one device", "zero3"])
+@pytest.mark.parametrize("how", ["one device", "zero3"])
 def test_a_part_comes_up_a_window_before_it_is_read_and_a_gradient_goes_down_behind_it(how):
     program = lowered(how)
     joint = program.joint
@@ -148,7 +131,7 @@ BROKEN = [("forward", how) for how in BOTH_HALVES] + [
 
 
 def test_the_certificate_refuses_programs_that_break_the_order_of_parameters():
-    program = lowered(ZERO3)
+    program = lowered("zero3")
     for half, how in BROKEN:
         with pytest.raises(NotCertified, match="to the host and back in a wrong order"):
             check_travels(broken(program.joint, half, how), on_host(program))
@@ -211,7 +194,7 @@ def _stepped_on_a_device_too(patch):
 )
 def test_a_broken_runtime_shows_in_the_numbers(how):
     model, batch = mlp_case()
-    plan = planned(model, batch)
+    plan = planned(model, batch, "one device", "*")
     expected = trained(replace(plan, hosted=frozenset(), wholly_hosted=frozenset()), model, batch)
     with small_values_travel() as patch:
         right = trained(plan, model, batch)
@@ -223,7 +206,7 @@ def test_a_broken_runtime_shows_in_the_numbers(how):
 
 def test_a_saved_view_of_what_came_up_is_refused():
     model, batch = mlp_case()
-    plan = planned(model, batch)
+    plan = planned(model, batch, "one device", "*")
     with small_values_travel() as patch:
         _a_view_of_the_device_is_saved(patch)
         with pytest.raises(NotCertified, match="saved on the device"):
@@ -232,7 +215,7 @@ def test_a_saved_view_of_what_came_up_is_refused():
 
 def test_a_model_that_was_moved_is_refused():
     model, batch = mlp_case()
-    mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=planned(model, batch))
+    mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=planned(model, batch, "one device", "*"))
     mine.to("meta")
     with pytest.raises(NotServed, match="moved"):
         mine(**batch)
@@ -247,7 +230,7 @@ def in_processes(rank, model, batch, *plans):
 @pytest.mark.nightly
 def test_processes_and_compiled_halves_too():
     model, batch = mlp_case()
-    plan = planned(model, batch, **ZERO3)
+    plan = planned(model, batch, "zero3", "*")
     alone = replace(plan, hosted=frozenset(), wholly_hosted=frozenset())
     for there, compiled, *expected in on_processes(2, in_processes, model, batch, plan, alone, timeout_s=150.0):
         for found, right in ((there, expected[0]), (compiled, expected[1])):

@@ -30,23 +30,14 @@ from autopar.runtime.host import HOST, begin_from_host, begin_to_host, end_from_
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer
 from benchmarks.memory import Live
-from tests import language
+from tests import host, language
 from tests.equality.gpt2 import gpt2
 from tests.host import broken, first, small_values_travel, travels
 from tests.models import eager_links, mlp_case
 from tests.stages.models import case
 from tests.training import whole
 
-MESHES = {
-    "one device": dict(mesh=(1,)),
-    "dp": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="dp"),
-    "zero3": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="zero3"),
-    "megatron": dict(mesh=DeviceMesh((2,), ("tp",)), parallel="megatron"),
-    "both": dict(mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=dict(tensor=2, data=dict(size=2, zero=3))),
-    "free": dict(mesh=DeviceMesh((2, 2), ("a", "b"))),
-    "turns": dict(mesh=(1,), microbatches=2),
-    "turns of two": dict(mesh=DeviceMesh((2,), ("dp",)), parallel="zero3", microbatches=2),
-}
+MESHES = {**host.MESHES, "free": dict(mesh=DeviceMesh((2, 2), ("a", "b"))), "turns": dict(mesh=(1,), microbatches=2)}
 BY_DAY = {("decoder", "one device"), ("unet", "one device"), ("encoder and decoder", "zero3"), ("decoder", "turns")}
 BOTH = [
     pytest.param(name, how, marks=[] if (name, how) in BY_DAY else pytest.mark.nightly)

@@ -17,30 +17,9 @@ from autopar.runtime.host import HOST
 from autopar.runtime.host_step import HostSteps, Piece, lent_like
 from autopar.runtime.private import local_part
 from benchmarks.memory import Live
-from tests.host import MESHES, model_in, stepped, with_host
-from tests.models import eager_links, mlp_case
+from tests.host import CASES, model_in, planned, stepped
+from tests.models import mlp_case
 from tests.training import whole
-
-BY_DAY = {("unet", "one device", "float32"), ("decoder", "zero3", "bfloat16")}
-CASES = [
-    pytest.param(name, how, dtype, marks=[] if (name, how, dtype) in BY_DAY else pytest.mark.nightly)
-    for name in ("decoder", "encoder and decoder", "unet")
-    for how in MESHES
-    for dtype in ("float32", "bfloat16")
-]
-
-
-def planned(model, batch, how, **more):
-    return autopar.plan(
-        model,
-        batch,
-        memory_budget="inf",
-        host_budget="1GiB",
-        cluster=with_host(eager_links()),
-        optimizer=autopar.optim.AdamW,
-        **MESHES[how],
-        **more,
-    )
 
 
 def train(rank, model, batch, plan, max_norm):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,33 +11,8 @@ import torch
 import autopar
 from autopar.runtime.host import HOST
 from autopar.runtime.private import local_part
-from tests.host import MESHES, model_in, small_values_travel, stepped, with_host
-from tests.models import eager_links
+from tests.host import CASES, model_in, planned, small_values_travel, stepped
 from tests.training import whole
-
-BY_DAY = {("unet", "one device", "float32"), ("decoder", "zero3", "bfloat16")}
-CASES = [
-    pytest.param(name, how, dtype, marks=[] if (name, how, dtype) in BY_DAY else pytest.mark.nightly)
-    for name in ("decoder", "encoder and decoder", "unet")
-    for how in MESHES
-    for dtype in ("float32", "bfloat16")
-]
-
-
-def planned(model, batch, how, names=(), **more):
-    """A plan whose parameters of these names lie on the host."""
-    plan = autopar.plan(
-        model,
-        batch,
-        memory_budget="inf",
-        host_budget="1GiB",
-        cluster=with_host(eager_links()),
-        optimizer=autopar.optim.AdamW,
-        **MESHES[how],
-        **more,
-    )
-    there = frozenset(plan.parameters if names == "*" else names)
-    return replace(plan, hosted=there, wholly_hosted=there)
 
 
 def train(rank, model, batch, plan, max_norm):
