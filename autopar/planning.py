@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from autopar.collector import without_collections
 from autopar.graph.graph import Graph, info
@@ -78,47 +77,6 @@ class Planning:
                 advice="another preset, or constraints beside it that free what is named",
             ) from e
 
-    def explained(self, letter: Infeasible, mesh: DeviceMesh) -> Infeasible:
-        """The letter, with what a preset or constraints have to do with it."""
-        asked = self.request
-        if (asked.parallel is None and not asked.constraints) or math.isinf(asked.budget):
-            return letter
-        if not letter.is_of_states:
-            return letter.but(seen=f"{letter.seen}; {self._in_the_way(mesh)}")
-        advice = "none of these constraints, which keep them whole"
-        if asked.parallel is not None:
-            advice = f"another preset than {asked.parallel!r}, or none"
-        return letter.but(seen=f"{letter.seen}; {self._stored_apart(mesh)}", advice=advice)
-
-    def _in_the_way(self, mesh: DeviceMesh) -> str:
-        """Text about the constraints that a budget breaks on: those without which there is a plan."""
-
-        def fits(**freer: Any) -> bool:
-            planning = replace(self, request=replace(self.request, **freer), is_trial=True)
-            try:
-                planning._planned(mesh, math.inf)
-            except (Infeasible, BadConstraint, BadPreset):
-                return False
-            return True
-
-        given = dict(self.request.constraints or {})
-        preset = self.request.parallel
-        parts: list[tuple[str, dict[str, Any]]] = []
-        if preset is not None:
-            parts.append((f"parallel={preset!r}", {"parallel": None}))
-        for pattern in list(given)[: LIMITS.constraints]:
-            others = {p: sharding for p, sharding in given.items() if p != pattern}
-            parts.append((f"the constraint {pattern!r}", {"constraints": others}))
-        if not fits(parallel=None, constraints=None):
-            return "without the constraints there is none either"
-        guilty = [what for what, freer in parts if fits(**freer)] if len(parts) > 1 else [parts[0][0]]
-        return f"there is one without {' or without '.join(guilty) if guilty else 'all of the constraints together'}"
-
-    def _stored_apart(self, mesh: DeviceMesh) -> str:
-        """Text about the bytes of parameters, gradients and states, if they were divided among all devices."""
-        stands = bytes_that_stand(self.graph, self.request.optimizer)
-        return f"on all {mesh.size} devices in parts it takes {size(stands / mesh.size)}"
-
     def _with_kernels(self, mesh: DeviceMesh, known: float) -> Plan:
         """A plan that counts a kernel only where no conversion stands among the ops that it replaces.
 
@@ -154,32 +112,29 @@ class Planning:
     def _by_preset(self, mesh: DeviceMesh, known: float) -> Plan:
         """The plan on a mesh, by the preset that the request names, or freely."""
         parallel = self.request.parallel
-        defaults = self.request.defaults(self.graph)
         if parallel is None:
-            return self._solved(mesh, known, defaults)
+            return self._solved(mesh, known)
         expert = preset_of(parallel, self.graph, mesh)
         try:
-            plan = self._solved(mesh, known, defaults, expert)
+            plan = self._solved(mesh, known, expert)
             priced = warnings_of_habits(expert.habits)
         except (BadConstraint, Infeasible):
             if not expert.habits:
                 raise
             kept = ", ".join(f"{habit} along {mesh.axes[a]}" for a, habit in expert.habits)
-            plan = replace(self, has_habits=False)._solved(mesh, known, defaults, replace(expert, habits=()))
+            plan = replace(self, has_habits=False)._solved(mesh, known, replace(expert, habits=()))
             broken = f"{parallel!r} is not kept to everywhere: {kept} leaves no plan"
             plan = replace(plan, warnings=(broken, *plan.warnings))
             priced = ()
         whole = warnings_of(parallel, mesh, plan.parameters, plan.parameter_bytes)
         return replace(plan, warnings=(*plan.warnings, *whole, *priced))
 
-    def _solved(
-        self, mesh: DeviceMesh, known: float, defaults: Sequence[tuple[str, str]], preset: Preset | None = None
-    ) -> Plan:
+    def _solved(self, mesh: DeviceMesh, known: float, preset: Preset | None = None) -> Plan:
         """The fastest plan on a mesh that fits in the budget.
 
         Without a preset, which has windows of its own, all windows are searched, and the bound holds in any of them.
         """
-        spaces = self._spaces(mesh, known, preset)
+        spaces = _spaces_of(self, mesh, known, preset)
         found = _Fastest(self.rival, known)
         left = list(spaces.windows)
         if not self.is_tight:
@@ -187,68 +142,34 @@ class Planning:
             made = [space for least in spaces.windows if (space := found.made(functools.partial(spaces.of, least)))]
             for space in most_promising_first(made):
                 try:
-                    found.add(functools.partial(self._freely, space, spaces, defaults))
+                    found.add(functools.partial(self._freely, space, spaces))
                 except _DoesNotFit:
                     left.append(space.setting.window_bytes)
             if left and found.best is None and self.request.chunks == "auto":
                 raise _DoesNotFit(made[-1])
         for least in sorted(left):  # small windows hold copies for the shortest time
             try:
-                found.add(functools.partial(self._within_budget, least, spaces, defaults))
+                found.add(functools.partial(self._within_budget, least, spaces))
             except Infeasible:
                 if found.best is None:
                     raise
         return found.plan
 
-    def _spaces(self, mesh: DeviceMesh, known: float, preset: Preset | None) -> _Spaces:
-        """The spaces of the graph on a mesh."""
-        asked = self.request
-        constraints = Constraints(asked.constraints, mesh, preset)
-        setting = Setting(
-            mesh,
-            asked.hardware,
-            asked.optimizer,
-            asked.accumulation,
-            asked.precision.reduce if asked.precision else "",
-            compiled=asked.compile,
-            kernels=taken(asked.kernels, asked.hardware.device.kernels, asked.compile),
-            strict=asked.strict,
-            apart=self.apart,
-            host_bytes=asked.states_on_host,
-            parts_on_host=self.parts_on_host or constraints.speak_of_parts_on_host,
-            turns=self.graph.turns,
-        )
-        shared = self.made(("shared", setting), (self.graph,), lambda: Shared.of(self.graph, setting, self.made))
-        make = functools.partial(shardings, self.graph, constraints=asked.constraints, preset=preset, shared=shared)
-        rival = Rival(known, functools.partial(least_seconds, rival=known, gap=asked.gap))
-        if preset is None:
-            windows = self.made("windows", (self.graph,), lambda: windows_to_search(self.graph))
-            return _Spaces(windows, setting, rival, make)
-        # A preset that says how parameters are gathered has one space, whether they may be dropped or not.
-        speaks = constraints.speak_of_gathering
-
-        def made(setting: Setting, rival: Rival) -> Space:
-            setting = replace(setting, regather=setting.regather or speaks)
-            what = rival.seconds, preset.key, setting
-            return self.made(what, (self.graph, asked), lambda: make(setting, rival=rival))
-
-        return _Spaces((window_of(asked.parallel, mesh),), setting, rival, made)
-
-    def _freely(self, space: Space, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: float) -> Plan:
+    def _freely(self, space: Space, spaces: _Spaces, rival: float) -> Plan:
         """The fastest plan of a space, if it fits in the budget."""
         budget = self.request.budget
         refuse_below(space, budget)
         if math.isinf(budget) or peak_where_nothing_is_dear(space) <= budget:
-            plan = self._fastest(space, spaces, math.inf, defaults, rival)
+            plan = self._fastest(space, spaces, math.inf, rival)
             if plan.peak_bytes <= budget:
                 return plan
         raise _DoesNotFit(space)
 
-    def _within_budget(self, least: int, spaces: _Spaces, defaults: Sequence[tuple[str, str]], rival: float) -> Plan:
+    def _within_budget(self, least: int, spaces: _Spaces, rival: float) -> Plan:
         """The fastest plan within the budget, in windows of `least` bytes, which may drop gathered copies."""
         space = spaces.of(least, regather=True)
         refuse_below(space, self.request.budget)
-        return self._fastest(space, spaces, self.request.budget, defaults, rival)
+        return self._fastest(space, spaces, self.request.budget, rival)
 
     def _under_budget(self, space: Space, mesh: DeviceMesh, known: float) -> Plan:
         """The plan where the fastest does not fit, with a loss head in chunks where these are nearly free.
@@ -289,17 +210,11 @@ class Planning:
         fastest = plans[-1]
         return replace(fastest, lower_bound_s=min(p.lower_bound_s for p in plans))
 
-    def _fastest(
-        self,
-        space: Space,
-        spaces: _Spaces,
-        budget: float,
-        defaults: Sequence[tuple[str, str]],
-        rival: float,
-    ) -> Plan:
+    def _fastest(self, space: Space, spaces: _Spaces, budget: float, rival: float) -> Plan:
+        """The fastest plan of a space within a budget, with what the request says of it."""
         asked = self.request
         mesh = space.setting.mesh
-        detail("searching %d places on mesh %s: %s", len(space.sites), mesh, self._how(mesh, budget))
+        detail("searching %d places on mesh %s: %s", len(space.sites), mesh, _how(self, mesh, budget))
         plan = solve(
             space,
             asked.solver,
@@ -318,69 +233,11 @@ class Planning:
             budget=float(int(asked.budget)) if has_asked and math.isfinite(asked.budget) else plan.budget,
             precision=(asked.precision.param, asked.precision.reduce) if asked.precision else None,
             assumptions=tuple(self.graph.assumptions),
-            defaults=(*defaults, *plan.defaults, *self._said_of_head()),
-            bound_of=self._bound_of(),
+            defaults=(*asked.defaults(self.graph), *plan.defaults, *_said_of_head(self)),
+            bound_of=_bound_of(self),
             host_budget=0.0 if asked.room is None else asked.room.bytes,
             chunks=self.graph.chunks,
         )
-
-    def _how(self, mesh: DeviceMesh, budget: float) -> str:
-        """A search in words, and whether it is not the first one."""
-        said = ["whatever a plan holds" if math.isinf(budget) else f"within {size(budget)} a device"]
-        said += [f"in {self.graph.turns} micro-batches"] if self.graph.turns > 1 else []
-        said += [f"with the loss head in {self.graph.chunks} chunks"] if self.graph.chunks > 1 else []
-        said += ["with a whole loss head"] if self.is_tight and self.graph.chunks == 1 else []
-        said += [] if self.has_habits else ["without the habits of the preset"]
-        said += [f"with {len(self.apart)} groups of ops without a kernel"] if self.apart else []
-        before = self.made(("searches", mesh), (), list[str])
-        again = "again, " if before else ""
-        before.append(again)
-        return again + ", ".join(said)
-
-    def _bound_of(self) -> str:
-        """The plans that the bound holds for, in words: those that keep to pins, or run in turns and chunks."""
-        asked = self.request
-        pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
-        pins += ["the constraints"] if asked.constraints else []
-        pins += [f"recompute={asked.recompute!r}"] if asked.recompute in POLICIES else []
-        of = [f"that keeps to {' and '.join(pins)}"] if pins else []
-        of += ["that recomputes the same values"] if callable(asked.recompute) else []
-        if self.graph.turns > 1:
-            of.append(f"in {self.graph.turns} micro-batches")
-        elif self.is_tight and asked.microbatches == "auto":  # more would need less recompute
-            of.append("with the batch at once")
-        of += [f"with a loss head in {self.graph.chunks} chunks"] if self.graph.chunks > 1 else []
-        return " ".join(of)
-
-    def _said_of_head(self) -> list[tuple[str, str]]:
-        """A line of text about the loss head under a budget, where there is something to say."""
-        if self.graph.chunks > 1:
-            return [("head", f"in {self.graph.chunks} chunks of rows, whose logits are not kept")]
-        return [("head", f"whole: {self.why_whole}")] if self.why_whole else []
-
-
-def _said_of_groups(apart: frozenset[str]) -> list[tuple[str, str]]:
-    """A line of text about the groups of ops that a kernel could stand for and does not."""
-    if not apart:
-        return []
-    few = ", ".join(sorted(apart)[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
-    return [("one by one", f"ops that a kernel could stand for, with a conversion among them: {few}")]
-
-
-def naming_the_smaller(letter: Infeasible, smallest: float, how: str, whole: str) -> Infeasible:
-    """The letter, about plans such as `whole` says, which names a smaller one if there is one.
-
-    `smallest` are the bytes of that other plan, and `how` says in what it differs.
-    """
-    if not smallest < letter.smallest:
-        return letter
-    return letter.but(
-        seen=f"{size(smallest)} in the smallest plan that was found, {how}; {size(letter.smallest)} in the smallest "
-        f"{whole}",
-        advice=f"{budget_for(smallest)}, or more devices",
-        smallest=smallest,
-        fullest=f"{size(smallest)}, {how}",
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -404,6 +261,43 @@ class _Spaces:
         others = [least for least in self.windows if least != first]
         settings = [replace(self.setting, window_bytes=least, regather=True) for least in (first, *others)]
         return [self.make(setting, rival=Rival()) for setting in settings]
+
+
+def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Preset | None) -> _Spaces:
+    """The spaces of the graph on a mesh."""
+    asked = planning.request
+    graph = planning.graph
+    made = planning.made
+    constraints = Constraints(asked.constraints, mesh, preset)
+    setting = Setting(
+        mesh,
+        asked.hardware,
+        asked.optimizer,
+        asked.accumulation,
+        asked.precision.reduce if asked.precision else "",
+        compiled=asked.compile,
+        kernels=taken(asked.kernels, asked.hardware.device.kernels, asked.compile),
+        strict=asked.strict,
+        apart=planning.apart,
+        host_bytes=asked.states_on_host,
+        parts_on_host=planning.parts_on_host or constraints.speak_of_parts_on_host,
+        turns=graph.turns,
+    )
+    shared = made(("shared", setting), (graph,), lambda: Shared.of(graph, setting, made))
+    make = functools.partial(shardings, graph, constraints=asked.constraints, preset=preset, shared=shared)
+    rival = Rival(known, functools.partial(least_seconds, rival=known, gap=asked.gap))
+    if preset is None:
+        windows = made("windows", (graph,), lambda: windows_to_search(graph))
+        return _Spaces(windows, setting, rival, make)
+    # A preset that says how parameters are gathered has one space, whether they may be dropped or not.
+    speaks = constraints.speak_of_gathering
+
+    def once(setting: Setting, rival: Rival) -> Space:
+        setting = replace(setting, regather=setting.regather or speaks)
+        what = rival.seconds, preset.key, setting
+        return made(what, (graph, asked), lambda: make(setting, rival=rival))
+
+    return _Spaces((window_of(asked.parallel, mesh),), setting, rival, once)
 
 
 class _Fastest:
@@ -455,3 +349,66 @@ def _seconds_of_chunks(space: Space, head: Head, plan: Plan) -> float:
     least = sum(float(site.seconds.min()) for site in space.sites if site.name in ops)
     takes = sum(d.seconds for name, d in plan.decisions.items() if name in ops or d.op in ("chunk", "added_up"))
     return takes - least
+
+
+def _how(planning: Planning, mesh: DeviceMesh, budget: float) -> str:
+    """A search in words, and whether it is not the first one."""
+    graph = planning.graph
+    said = ["whatever a plan holds" if math.isinf(budget) else f"within {size(budget)} a device"]
+    said += [f"in {graph.turns} micro-batches"] if graph.turns > 1 else []
+    said += [f"with the loss head in {graph.chunks} chunks"] if graph.chunks > 1 else []
+    said += ["with a whole loss head"] if planning.is_tight and graph.chunks == 1 else []
+    said += [] if planning.has_habits else ["without the habits of the preset"]
+    said += [f"with {len(planning.apart)} groups of ops without a kernel"] if planning.apart else []
+    before = planning.made(("searches", mesh), (), list[str])
+    again = "again, " if before else ""
+    before.append(again)
+    return again + ", ".join(said)
+
+
+def _bound_of(planning: Planning) -> str:
+    """The plans that the bound holds for, in words: those that keep to pins, or run in turns and chunks."""
+    asked = planning.request
+    graph = planning.graph
+    pins = [f"parallel={asked.parallel!r}"] if asked.parallel is not None else []
+    pins += ["the constraints"] if asked.constraints else []
+    pins += [f"recompute={asked.recompute!r}"] if asked.recompute in POLICIES else []
+    of = [f"that keeps to {' and '.join(pins)}"] if pins else []
+    of += ["that recomputes the same values"] if callable(asked.recompute) else []
+    if graph.turns > 1:
+        of.append(f"in {graph.turns} micro-batches")
+    elif planning.is_tight and asked.microbatches == "auto":  # more would need less recompute
+        of.append("with the batch at once")
+    of += [f"with a loss head in {graph.chunks} chunks"] if graph.chunks > 1 else []
+    return " ".join(of)
+
+
+def _said_of_head(planning: Planning) -> list[tuple[str, str]]:
+    """A line of text about the loss head under a budget, where there is something to say."""
+    if planning.graph.chunks > 1:
+        return [("head", f"in {planning.graph.chunks} chunks of rows, whose logits are not kept")]
+    return [("head", f"whole: {planning.why_whole}")] if planning.why_whole else []
+
+
+def _said_of_groups(apart: frozenset[str]) -> list[tuple[str, str]]:
+    """A line of text about the groups of ops that a kernel could stand for and does not."""
+    if not apart:
+        return []
+    few = ", ".join(sorted(apart)[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
+    return [("one by one", f"ops that a kernel could stand for, with a conversion among them: {few}")]
+
+
+def naming_the_smaller(letter: Infeasible, smallest: float, how: str, whole: str) -> Infeasible:
+    """The letter, about plans such as `whole` says, which names a smaller one if there is one.
+
+    `smallest` are the bytes of that other plan, and `how` says in what it differs.
+    """
+    if not smallest < letter.smallest:
+        return letter
+    return letter.but(
+        seen=f"{size(smallest)} in the smallest plan that was found, {how}; {size(letter.smallest)} in the smallest "
+        f"{whole}",
+        advice=f"{budget_for(smallest)}, or more devices",
+        smallest=smallest,
+        fullest=f"{size(smallest)}, {how}",
+    )

@@ -22,6 +22,7 @@ from autopar.arguments import check_fits, device_count
 from autopar.graph.graph import Graph, info, rows_of_batch
 from autopar.letters import BadConstraint, BadPreset, Infeasible, Letter, NotServed
 from autopar.limits import LIMITS
+from autopar.obstacles import explained
 from autopar.planning import Planning, naming_the_smaller
 from autopar.progress import tell
 from autopar.request import Request
@@ -232,7 +233,7 @@ def _explained(planning: Planning, letter: Infeasible) -> Infeasible:
     candidates = _candidates(planning.request)
     if planning.is_trial or (len(candidates) > 1 and not _are_alike(planning.request, candidates)):
         return letter
-    return planning.explained(letter, candidates[0])
+    return explained(letter, planning, candidates[0])
 
 
 def _turns_again(graph: Graph, request: Request, first: Plan) -> tuple[int | str, int | str]:

@@ -102,7 +102,7 @@ def many_parameters(module: Module) -> Places:
             yield f.lineno, f.name
 
 
-@count(2, "classes of more than 200 lines")
+@count(1, "classes of more than 200 lines")
 def long_classes(module: Module) -> Places:
     return ((c.lineno, c.name) for c in module.all(ast.ClassDef) if length(c) > 200)
 
