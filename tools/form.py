@@ -118,7 +118,7 @@ def made(of: ast.ClassDef) -> dict[str, tuple[int, str]]:
     return found
 
 
-@count(7, "classes of more than 15 attributes")
+@count(4, "classes of more than 15 attributes")
 def many_attributes(module: Module) -> Places:
     for c in module.all(ast.ClassDef):
         if len(made(c)) + sum(isinstance(node, ast.AnnAssign) for node in c.body) > 15:

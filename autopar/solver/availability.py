@@ -15,8 +15,9 @@ import numpy as np
 
 from autopar.solver.polish import numbered
 from autopar.solver.states import CutFlow, cut
+from autopar.space.passage import OWN, Passage, Passages
 from autopar.space.space import Space
-from autopar.space.timeline import OWN, Passage, Passages, Run, Timeline
+from autopar.space.timeline import Run, Timeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)

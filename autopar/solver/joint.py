@@ -38,8 +38,9 @@ from autopar.solver.policy_states import PolicyStates
 from autopar.solver.tables import NOWHERE, Factor, Problem
 from autopar.space import timeline
 from autopar.space.memory import Piece
+from autopar.space.passage import OWN, Passages
 from autopar.space.space import Space
-from autopar.space.timeline import OWN, Passages, Timeline
+from autopar.space.timeline import Timeline
 
 _LIMITS = LIMITS.joint
 

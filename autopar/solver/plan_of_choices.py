@@ -136,8 +136,8 @@ def _conversions(space: Space, picked: Sequence[int]) -> tuple[tuple[Conversion,
 
 def _conversion(space: Space, e: Edge, given: Flows, taken: Flows, seconds: float) -> Conversion:
     value = values(given), values(taken)
-    gradient = (gradients(taken), gradients(given)) if e.has_gradient else None
-    forward = (e.ahead or space.conversions).path(e.shape, e.itemsize, *value).steps
+    gradient = (gradients(taken), gradients(given)) if e.type.requires_grad else None
+    forward = (e.ahead or space.conversions).path(e.type.shape, e.type.itemsize, *value).steps
     backward = _backward(space, e, given, taken, gradient) if gradient else ()
     source, target = space.sites[e.source].name, space.sites[e.target].name
     return Conversion(source, target, e.operand, value, gradient, forward, backward, seconds)
@@ -148,8 +148,8 @@ def _backward(
 ) -> tuple[Step, ...]:
     """The steps of a gradient's conversion, which may be reduced in another dtype and travel in buckets."""
     is_reduced = e.reduced_in and reduces([taken], [given]).any()
-    itemsize = e.reduced_in if is_reduced else e.itemsize
-    return (e.back or space.conversions).path(e.shape, itemsize, *gradient).steps
+    itemsize = e.reduced_in if is_reduced else e.type.itemsize
+    return (e.back or space.conversions).path(e.type.shape, itemsize, *gradient).steps
 
 
 def _overlap(space: Space, picked: Sequence[int]) -> tuple[float, float]:

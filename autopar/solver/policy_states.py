@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.solver.policies import REGIONS, Policy
+from autopar.space.passage import OWN, Passages
 from autopar.space.space import Space
-from autopar.space.timeline import OWN, Passages
 
 ALL_STATES = ("rotor", "ilp")  # policies that search among all states
 

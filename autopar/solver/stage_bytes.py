@@ -126,7 +126,7 @@ class Program:
         """The values whose gradients go back."""
         found = set[int]()
         for edge, both in self.line.travels.items():
-            if self.space.edges[edge].has_gradient:
+            if self.space.edges[edge].type.requires_grad:
                 found.update(both)
         return found
 

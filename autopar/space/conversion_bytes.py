@@ -22,8 +22,8 @@ from autopar.sharding.temporaries import between, temporaries
 from autopar.space.lifetimes import Lifetimes
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.lookup import Tables, Taken, end_to_end
+from autopar.space.passage import OWN, Passage, Passages
 from autopar.space.schedule import Schedule
-from autopar.space.timeline import OWN, Passage, Passages
 from autopar.space.wiring import Wiring
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _tables(wiring: Wiring, lifetimes: Lifetimes) -> list[_Found]:
     alike: dict[Hashable, _Found] = {}
     found = []
     for edge, value in zip(wiring.edges, wiring.values, strict=True):
-        type_, is_turned = type_of(value), value in lifetimes.turned
+        type_, is_turned = type_of(value), value in lifetimes.memories.turned
         key = id(edge.given), id(edge.taken), type_, is_turned
         if key not in alike:
             alike[key] = _Found.on(edge, type_, is_turned)

@@ -32,7 +32,7 @@ class EdgePieces:
         self.lifetimes = lifetimes
         self.owners = lifetimes.parameters.owners
         self.bytes = bytes_
-        self.reach = dict(lifetimes.reach)  # memory -> the last time at which it is counted so far
+        self.reach = lifetimes.reach()  # memory -> the last time at which it is counted so far
         self.found: list[Piece] = []
         # memory -> the time until which it is counted, and its readers: (edge, bytes, first and last time, views)
         self.read: dict[int, tuple[int, list[tuple[int, np.ndarray, int, int, tuple[View, ...]]]]] = {}
@@ -77,11 +77,11 @@ class EdgePieces:
             return
         edge, type_ = self.wiring.edges[index], type_of(value)
         bytes_ = self.bytes.by_flows(edge, type_)
-        if value in lifetimes.turned and type_.requires_grad:
+        if value in lifetimes.memories.turned and type_.requires_grad:
             bytes_ = self.bytes.copied(bytes_)
         now, back = self.clock.forward(taker), self.clock.back(taker)
         passage = EdgePassage(index, edge, value, taker, type_, bytes_, now, back)
-        memory = lifetimes.memory[value]
+        memory = lifetimes.memories.memory[value]
         itself, reach = lifetimes.needs_itself(value, taker), self.reach[memory]
         # Beyond `reach` the memory of a conversion's result is counted for the values on it.
         needed = max(itself, min(lifetimes.needs(value, taker), reach))
@@ -97,10 +97,10 @@ class EdgePieces:
         for k, view in enumerate(behind):
             self.through.setdefault(view.edge, []).append((way[: k + 1], itself, now))
         for view in lifetimes.outputs.get(taker, ()):
-            if lifetimes.memory[view] == memory:
+            if lifetimes.memories.memory[view] == memory:
                 self.behind[view] = way
         # a part of a memory keeps all of it, a value that is broadcast no more than that
-        kept = self.bytes.scaled(bytes_.kept, lifetimes.whole.get(memory, type_.nbytes) / max(1, type_.nbytes))
+        kept = self.bytes.scaled(bytes_.kept, lifetimes.memories.bytes_of(memory, type_.nbytes) / max(1, type_.nbytes))
         before, rows = self.read.setdefault(memory, (reach, []))
         if itself > before and self.bytes.is_any(kept):
             rows.append((index, kept, reach + 1, itself, behind))
@@ -212,7 +212,7 @@ class EdgePieces:
         The send buffer is there while the gather is under way; when it ends, what has arrived lies beside the
         parameters cut out of it. Casts that are sent at once are there as long.
         """
-        is_cast = passage.value not in self.owners.values() and not self.lifetimes.is_view[passage.value]
+        is_cast = passage.value not in self.owners.values() and not self.lifetimes.memories.is_view[passage.value]
         self._put("transients", passage, sent, begins, taken if is_cast and begins >= taken else taken - 1)
         self._put("transients", passage, made, taken, taken)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.fx as fx
 
@@ -13,7 +14,7 @@ from autopar.graph.nodes import tensor_operands
 from autopar.space.added_gradients import AddedGradients
 from autopar.space.backward_kernels import Backward, Held, backwards
 from autopar.space.parameter_values import ParameterValues
-from autopar.space.saved import kept_by, layouts, owners
+from autopar.space.saved import Memories, kept_by
 from autopar.space.traffic import Group
 
 
@@ -64,6 +65,14 @@ class Clock:
         return 2 * len(self.ops) - 1 - op
 
 
+class Kept(NamedTuple):
+    """What one op keeps for its backward."""
+
+    values: frozenset[fx.Node] = frozenset()
+    besides: tuple[Held, ...] = ()  # other tensors, which it makes for its backward
+    freed_first: frozenset[fx.Node] = frozenset()  # values that its backward frees before it is fullest
+
+
 class Lifetimes:
     """When values are read, and which memory they share, on one kind of device."""
 
@@ -72,36 +81,28 @@ class Lifetimes:
     ) -> None:
         self.clock = clock
         self.parameters = parameters
-        # the memory of each value; those that are not contiguous; and how they lie
-        self.memory, self.turned, self.lies = layouts(graph, kind)
-        owner = owners(graph, self.memory)
-        self.is_view = {n: owner[self.memory[n]] is not n for n in graph.nodes}
-        self.whole = {m: type_of(n).nbytes for m, n in owner.items() if info(n).outputs}  # bytes of each memory
+        self.memories = Memories.of(graph, kind)
         self.users = {n: readers(n) for n in graph.nodes}
-        self.added = AddedGradients(clock, self.users, self.is_view)
+        self.added = AddedGradients(clock, self.users, self.memories.is_view)
         self.outputs = {n: walks.results(n) for n in graph.nodes}  # the values that each op gives
-        self.keeps: dict[fx.Node, set[fx.Node]] = {}  # the values that an op keeps for its backward
-        self.besides: dict[fx.Node, tuple[Held, ...]] = {}  # other tensors that an op makes for its backward
-        # the values of these that its backward frees before it is fullest
-        self.freed_first: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.kept: dict[fx.Node, Kept] = {}
         # the backward of ops that run in kernels of their own
-        self.backward = {op: back for op, back in backwards(graph, self.lies, kind).items() if op not in groups}
+        alone = backwards(graph, self.memories.lies, kind)
+        self.backward = {op: back for op, back in alone.items() if op not in groups}
         self.inner = frozenset(op for op, group in groups.items() if group.is_inner)  # their values are in no memory
         self.runs_with = {op: group.last for op, group in groups.items()}  # the ops in whose kernels these run
         for op in clock.ops:
             back = self.backward.get(op)
             own = (groups[op].kept(op), ()) if op in groups else kept_by(op, kind, emitted=True, backward=back)
-            self.keeps[op], self.besides[op] = set(own[0]), own[1]
+            self.kept[op] = Kept(frozenset(own[0]), own[1])
         for op, back in self.backward.items():
-            self.freed_first[op] = self._freed(op, back)
+            self.kept[op] = self.kept[op]._replace(freed_first=self._freed(op, back))
         # value of an op -> the last time at which it is needed without a conversion, by an op of the forward or by
         # the backward of its own op
         made = [value for value in graph.nodes if info(value).kind in ("op", "part")]
         self.end = {value: self._end(value) for value in made}
         # value -> its last reader in forward: where that one converts it, the value ends before the reader runs
         self.last_reader = {value: op for value in made if (op := self._last_reader(value)) is not None}
-        # memory -> the last time at which all of it is counted under every choice of conversions
-        self.reach = {m: self.stays(node) for m, node in owner.items()}
         self.taken_over = frozenset(self._taken_over(graph, groups))  # memories that gradients of values take
         self._needed: dict[fx.Node, int] = {}
         self._last_uses: dict[fx.Node, int] = {}
@@ -111,22 +112,22 @@ class Lifetimes:
         operands, at = tensor_operands(op), self.clock.at
         ends = set[int]()
         for place, value in enumerate(operands):
-            others = [u for u in self.users[value] if u in at and u is not op and value in self.keeps[u]]
-            stays = value in self.keeps.get(_producer(value), ()) or info(value).kind in ("input", "buffer")
-            if value in self.keeps[op] and not stays and all(at[u] > at[op] for u in others):
+            others = [u for u in self.users[value] if u in at and u is not op and value in self.kept[u].values]
+            stays = value in self.kept.get(_producer(value), Kept()).values or info(value).kind in ("input", "buffer")
+            if value in self.kept[op].values and not stays and all(at[u] > at[op] for u in others):
                 ends.add(place)
         return frozenset(operands[k] for k in back.freed(ends))
 
     def _end(self, value: fx.Node) -> int:
         op = _producer(value)
-        if value in self.keeps[op]:
+        if value in self.kept[op].values:
             return self.clock.back(self.runs_with.get(op, op))
         return max([self.clock.at[op], *map(self.clock.forward, self.users[value])])
 
     def _last_reader(self, value: fx.Node) -> fx.Node | None:
         end = self.end[value]
         readers = [u for u in self.users[value] if self.clock.forward(u) == end]
-        if self.is_view[value] or len(readers) != 1 or self.clock.at.get(readers[0]) != end:
+        if self.memories.is_view[value] or len(readers) != 1 or self.clock.at.get(readers[0]) != end:
             return None
         op = readers[0]
         return op if op not in self.runs_with and tensor_operands(op).count(value) == 1 else None
@@ -134,6 +135,10 @@ class Lifetimes:
     def stays(self, value: fx.Node) -> int:
         """The last time at which a value is in memory, whatever its last reader takes."""
         return self.end.get(value, self.clock.last) - (value in self.last_reader)
+
+    def reach(self) -> dict[int, int]:
+        """The last time at which all of each memory is counted, under every choice of conversions."""
+        return {memory: self.stays(node) for memory, node in self.memories.owners.items()}
 
     def needed(self, value: fx.Node) -> int:
         """The last time at which a value or any view on it is needed."""
@@ -155,9 +160,9 @@ class Lifetimes:
 
     def _own(self, value: fx.Node, op: fx.Node) -> int:
         """The last time at which an op or its own backward needs a value."""
-        if value not in self.keeps[op]:
+        if value not in self.kept[op].values:
             return self.clock.at[op]
-        return self.clock.back(self.runs_with.get(op, op)) - (value in self.freed_first.get(op, ()))
+        return self.clock.back(self.runs_with.get(op, op)) - (value in self.kept[op].freed_first)
 
     def last_use(self, value: fx.Node) -> int:
         """The index of the last op that reads a value in forward: its gradient begins there.
@@ -180,8 +185,8 @@ class Lifetimes:
         """Memories that gradients overwrite: of values in a chunk that only one kernel, able to do so, reads."""
         for op, group in groups.items():
             if group.over is not None and group.is_last and info(op).chunks > 1:
-                memory = self.memory[group.over]
-                shown = [n for n in graph.nodes if self.memory.get(n) == memory]
+                memory = self.memories.memory[group.over]
+                shown = [n for n in graph.nodes if self.memories.memory.get(n) == memory]
                 reading = {u for n in shown for u in self.users[n]}.difference(shown)
                 if all(self.runs_with.get(u) is op for u in reading):
                     yield memory
@@ -201,7 +206,7 @@ class Lifetimes:
         Only an op that reads the value once, and not through a view, does. What comes is converted before the sum is
         made (see `AddedGradients`).
         """
-        is_shared = self.is_view[value] and info(value).kind == "op" and op_name(value) == "identity"
+        is_shared = self.memories.is_view[value] and info(value).kind == "op" and op_name(value) == "identity"
         return is_shared and self.clock.at[op] in self.added.uses(value)[:-1] and self._is_direct(value, op)
 
     def _is_direct(self, value: fx.Node, op: fx.Node) -> bool:
@@ -217,8 +222,8 @@ class Lifetimes:
         while True:
             others = [self._last_read(value, u) for u in self.users[value] if u is not op]
             until = min([until, *(self.clock.mirrored(use) - 1 for use in others)])
-            op, memory = _producer(value), self.memory[value]
-            shown = next((n for n in op.all_input_nodes if self.memory[n] == memory), None)
+            op, memory = _producer(value), self.memories.memory[value]
+            shown = next((n for n in op.all_input_nodes if self.memories.memory[n] == memory), None)
             if shown is None or not self._shows_gradient(op):
                 return until
             value = shown
@@ -238,7 +243,7 @@ class Lifetimes:
     def views(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
         """The outputs of an op if they are views of this operand, else none."""
         outputs = self.outputs[op]
-        passes = value in op.all_input_nodes and all(self.is_view[w] for w in outputs)
+        passes = value in op.all_input_nodes and all(self.memories.is_view[w] for w in outputs)
         return outputs if passes else []
 
     def hands_back(self, op: fx.Node, value: fx.Node) -> list[fx.Node]:
@@ -251,7 +256,7 @@ class Lifetimes:
         The gradient of a view mostly shares the memory of its operand's. The backward of an op that gives parts puts
         their gradients together in a new tensor, and that of an op that broadcasts sums them up.
         """
-        return not self.is_view[value] or not self._shows_gradient(_producer(value))
+        return not self.memories.is_view[value] or not self._shows_gradient(_producer(value))
 
     def _shows_gradient(self, op: fx.Node) -> bool:
         """Whether an op that makes views gives its operand the gradient that comes, as it lies."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.space.lookup import Taken
-from autopar.space.timeline import Passages
+from autopar.space.passage import Passages
 
 if TYPE_CHECKING:
     from autopar.space.conversion_bytes import Temporaries

@@ -36,7 +36,7 @@ class OpBytes:
 
     def besides(self, op: fx.Node) -> np.ndarray | None:
         """Bytes that an op makes in forward and keeps for its backward; None where there are none."""
-        held, back = self.lifetimes.besides[op], self.lifetimes.backward.get(op)
+        held, back = self.lifetimes.kept[op].besides, self.lifetimes.backward.get(op)
         is_kept = facts_of(op_name(op)).part_keeps is not None and type_of(op).requires_grad
         kept = self._part_keeps(op) if is_kept else None
         if not held:
@@ -84,7 +84,7 @@ class OpBytes:
         return self.bytes.once(("beyond", freed, *counted), (back, self.wiring.site(op).choices), beyond)
 
     def _freed(self, op: fx.Node) -> frozenset[int]:
-        first = self.lifetimes.freed_first[op]
+        first = self.lifetimes.kept[op].freed_first
         return frozenset(k for k, value in enumerate(tensor_operands(op)) if value in first)
 
     def _counted(self, op: fx.Node, back: Backward) -> list[End]:
@@ -100,7 +100,7 @@ class OpBytes:
     def _results(self, op: fx.Node) -> list[End]:
         """The results of a call that have memory of their own."""
         values = self.lifetimes.outputs[op]
-        return [End(False, port_of(value), False) for value in values if not self.lifetimes.is_view[value]]
+        return [End(False, port_of(value), False) for value in values if not self.lifetimes.memories.is_view[value]]
 
     def _on_parts(self, op: fx.Node) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The results of `besides` and `_beyond`, found by running the call on the parts of each choice."""
@@ -109,7 +109,7 @@ class OpBytes:
         known: dict[tuple[tuple[int, ...], ...], tuple[float, ...]] = {}
 
         def on(shapes: tuple[tuple[int, ...], ...]) -> tuple[float, ...]:
-            back = backward_on(op, self.lifetimes.lies, shapes) or whole
+            back = backward_on(op, self.lifetimes.memories.lies, shapes) or whole
             besides = _bytes(back.besides) + self._shown(op, back.reads - whole.reads, shapes)
             made = max(map(_bytes, back.made), default=besides)
             return float(besides), float(made - besides), float(back.most(freed) - besides)
@@ -134,10 +134,10 @@ class OpBytes:
         whole: dict[int, float] = {}
         parts = 0.0
         for place in places:
-            value, memory = tensor_operands(op)[place], self.lifetimes.memory[tensor_operands(op)[place]]
+            value, memory = tensor_operands(op)[place], self.lifetimes.memories.memory[tensor_operands(op)[place]]
             share = math.prod(shapes[place]) / max(1, math.prod(type_of(value).shape))
             if self.first_copied[memory] is op:
-                whole[memory] = max(whole.get(memory, 0.0), share * self.lifetimes.whole[memory])
+                whole[memory] = max(whole.get(memory, 0.0), share * self.lifetimes.memories.bytes_of(memory))
             else:
                 parts += share * type_of(value).nbytes
         return sum(whole.values()) + parts
@@ -205,5 +205,5 @@ def _first_copied(lifetimes: Lifetimes) -> dict[int, fx.Node]:
         if back is not None and back.is_apart:
             for place, value in enumerate(tensor_operands(op)):
                 if place not in back.reads:
-                    found.setdefault(lifetimes.memory[value], op)
+                    found.setdefault(lifetimes.memories.memory[value], op)
     return found

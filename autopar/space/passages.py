@@ -16,8 +16,8 @@ from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.space.lifetimes import Lifetimes
 from autopar.space.local_bytes import LocalBytes, Tensors
 from autopar.space.op_bytes import OpBytes
+from autopar.space.passage import OWN, Made, Passage, Passages
 from autopar.space.space import Flows
-from autopar.space.timeline import OWN, Made, Passage, Passages
 from autopar.space.wiring import Wiring, source_of
 
 
@@ -69,7 +69,7 @@ class _Builder:
         lifetimes = self.lifetimes
         index = self.wiring.index[op]
         edges = tuple(self.entering.get(index, ()))
-        keeps = lifetimes.keeps[op]
+        keeps = lifetimes.kept[op].values
         made = []
         for value in lifetimes.outputs[op]:
             port = value.args[1] if info(value).kind == "part" else 0
@@ -80,7 +80,7 @@ class _Builder:
             index,
             edges,
             tuple(self.wiring.values[k] in keeps for k in edges),
-            tuple(self.wiring.values[k] in lifetimes.freed_first.get(op, ()) for k in edges),
+            tuple(self.wiring.values[k] in lifetimes.kept[op].freed_first for k in edges),
             tuple(made),
             str(info(op).checkpoint[0]) if info(op).checkpoint else "",
             op in self.cores,
@@ -94,8 +94,8 @@ class _Builder:
 
     def _shown(self, op: fx.Node, value: fx.Node, edges: Sequence[int]) -> int:
         """The edge of the operand whose memory a value shares; OWN for a value with its own."""
-        memory = self.lifetimes.memory
-        if op_name(op) == "identity" or self.lifetimes.is_view[value]:
+        memory = self.lifetimes.memories.memory
+        if op_name(op) == "identity" or self.lifetimes.memories.is_view[value]:
             for k in edges:
                 if op_name(op) == "identity" or memory[self.wiring.values[k]] == memory[value]:
                     return k
@@ -116,7 +116,7 @@ class _Builder:
         """Bytes that a conversion on an edge makes, by [given, taken], as `EdgePieces` counts them."""
         value = self.wiring.values[edge]
         bytes_ = self.bytes.by_flows(self.wiring.edges[edge], type_of(value))
-        if value in self.lifetimes.turned and type_of(value).requires_grad:
+        if value in self.lifetimes.memories.turned and type_of(value).requires_grad:
             bytes_ = self.bytes.copied(bytes_)
         return bytes_.made
 

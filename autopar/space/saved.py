@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ def saved(graph: Graph, cluster: Any = None, emitted: bool = False) -> tuple[Sav
     `emitted` asks for the emitted program rather than torch's own. Parameters, buffers and inputs do not count.
     """
     kind = Cluster.of(cluster).device.kernels
-    memory = memories(graph, kind)
+    found = Memories.of(graph, kind)
+    memory = found.memory
     rows: list[Saved] = []
     counted: set[Any] = {memory[n] for n in graph.nodes if info(n).kind in ("parameter", "buffer", "input")}
 
@@ -71,7 +72,7 @@ def saved(graph: Graph, cluster: Any = None, emitted: bool = False) -> tuple[Sav
         type_ = info(node).outputs[0]
         if memory[node] not in counted:
             counted.add(memory[node])
-            whole = owner[memory[node]]
+            whole = found.owners[memory[node]]
             rows.append(
                 Saved(
                     whole.name,
@@ -81,7 +82,6 @@ def saved(graph: Graph, cluster: Any = None, emitted: bool = False) -> tuple[Sav
                 )
             )
 
-    owner = owners(graph, memory)
     for node in graph.nodes:
         values, besides = kept_by(node, kind, emitted)
         for value in values:
@@ -160,16 +160,41 @@ def _nodes(value: Any) -> list[fx.Node]:
     return [value] if is_value(value) else []
 
 
-def memories(graph: Graph, kind: str) -> dict[fx.Node, int]:
+def memories(graph: Graph, kind: str) -> Mapping[fx.Node, int]:
     """The memory of each value, as a number; values with equal numbers share theirs."""
-    return layouts(graph, kind)[0]
+    return Memories.of(graph, kind).memory
 
 
-def layouts(graph: Graph, kind: str) -> tuple[dict[fx.Node, int], set[fx.Node], dict[fx.Node, torch.Tensor]]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Memories:
+    """Where the values of a graph lie on one kind of device, and how."""
+
+    memory: Mapping[fx.Node, int]  # each value's memory, as a number
+    owners: Mapping[int, fx.Node]  # the first value on each memory, which has its size
+    is_view: Mapping[fx.Node, bool]  # whether each value lies in the memory of one before it
+    turned: Set[fx.Node]  # values that are not contiguous
+    lies: Mapping[fx.Node, torch.Tensor]  # a meta tensor of each value's strides
+
+    @staticmethod
+    def of(graph: Graph, kind: str) -> Memories:
+        """The memories on a kind of device."""
+        memory, turned, lies = _layout(graph, kind)
+        owners: dict[int, fx.Node] = {}
+        for node in graph.nodes:
+            owners.setdefault(memory[node], node)
+        return Memories(memory, owners, {n: owners[memory[n]] is not n for n in graph.nodes}, turned, lies)
+
+    def bytes_of(self, memory: int, otherwise: int = 0) -> int:
+        """Bytes of a memory, which are those of its first value, where that is a tensor."""
+        owner = self.owners[memory]
+        return type_of(owner).nbytes if info(owner).outputs else otherwise
+
+
+def _layout(graph: Graph, kind: str) -> tuple[dict[fx.Node, int], set[fx.Node], dict[fx.Node, torch.Tensor]]:
     """Each value's memory as a number, the values that are not contiguous, and meta tensors.
 
-    They are as on a kind of device, found by running each kind of call once, on meta tensors of the strides that reach
-    it, where a view is a view.
+    They are found by running each kind of call once, on meta tensors of the strides that reach it, where a view is a
+    view.
     """
     kinds = calls(graph)
     over = written_in_place(graph)
@@ -235,14 +260,6 @@ def _run_alone(node: fx.Node, given: dict[fx.Node, Any], kind: str) -> list[tupl
         (t, where[c] if (c := t.untyped_storage()._cdata) in where else own.setdefault(c, -1 - len(own)))
         for t in results
     ]
-
-
-def owners(graph: Graph, memory: dict[fx.Node, int]) -> dict[int, fx.Node]:
-    """The first value on each memory, which has the size of that memory."""
-    owner: dict[int, fx.Node] = {}
-    for node in graph.nodes:
-        owner.setdefault(memory[node], node)
-    return owner
 
 
 def _quantities(node: fx.Node) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class _Builder:
             if (
                 back is None
                 or not back.shows
-                or all(map(self.lifetimes.is_view.__getitem__, self.lifetimes.outputs[op]))
+                or all(map(self.lifetimes.memories.is_view.__getitem__, self.lifetimes.outputs[op]))
             ):
                 continue
             operands, results = tensor_operands(op), {port_of(v): v for v in self.lifetimes.outputs[op]}

@@ -100,7 +100,7 @@ class SitePieces:
             return
         now, back = self.clock.at[op], self.clock.back(op)
         for port, value in self._ports(op):
-            if not self.lifetimes.is_view[value]:
+            if not self.lifetimes.memories.is_view[value]:
                 self._value(op, port, value)
             if self.lifetimes.has_own_gradient(value) and type_of(value).requires_grad:
                 self._gradient(op, port, value)
@@ -130,7 +130,7 @@ class SitePieces:
     def _gradient(self, op: fx.Node, port: int, value: fx.Node) -> None:
         """Add the gradient of a value that an op makes."""
         begins = self.clock.mirrored(self.lifetimes.last_use(value))
-        if self.lifetimes.memory[value] in self.lifetimes.taken_over:
+        if self.lifetimes.memories.memory[value] in self.lifetimes.taken_over:
             begins += 1  # The gradient overwrites memory that is still counted at this time.
         lies = self._local(op, type_of(value), Tensors(port, of=gradients))
         self._put("gradients of activations", op, lies, begins, self.clock.back(op))

@@ -25,6 +25,7 @@ from autopar.space.setting import Setting
 from autopar.space.windows import Window
 
 if TYPE_CHECKING:
+    from autopar.graph.nodes import TensorType
     from autopar.space.kernel_sites import KernelSites
     from autopar.space.op_exchanges import Sent
 
@@ -124,9 +125,7 @@ class Edge:
     given_by: np.ndarray  # choice of the source -> index in `given`
     taken_by: np.ndarray  # choice of the target -> index in `taken`
     seconds: np.ndarray  # [given, taken]; inf where nothing leads
-    shape: tuple[int, ...]  # the global shape
-    itemsize: int
-    has_gradient: bool
+    type: TensorType
     # managers of its conversions and its gradient's, where not the space's own: parameters are gathered in one message
     # a window, and reduced in buckets
     ahead: ShapeConsistencyManager | None = None
@@ -147,9 +146,7 @@ class Edge:
             self.given_by,
             self.taken_by,
             self.seconds,
-            self.shape,
-            self.itemsize,
-            self.has_gradient,
+            self.type,
             self.ahead,
             self.back,
             self.forward,

@@ -33,60 +33,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.space.limits import LIMITS
+from autopar.space.passage import OWN, Passage
 
 if TYPE_CHECKING:
     from autopar.space.space import Space
 
 SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: statistics, counts
 RESIDENT = -1  # instead of a value's number: parameters, buffers and inputs, which always exist
-OWN = -1  # instead of an edge's number: memory of its own
 
 # runs, in order, each with the time of an op of forward: for the backward of later ops it is repeated in passing
 Passing = tuple[tuple[int, int], ...]
 # value -> the time behind which its memory is free, and the time before which it begins to come back from the host
 Away = Mapping[int, tuple[int, int]]
 NOWHERE: Away = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Made:
-    """A value that an op makes."""
-
-    bytes: np.ndarray  # bytes by choice of the op
-    shows: int  # the edge whose value's memory it shows; OWN of a value with memory of its own
-    is_kept: bool  # whether the backward of its own op reads it
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Passage:
-    """An op, as values pass through it: where its operands come from, and what its backward reads."""
-
-    site: int
-    edges: tuple[int, ...]  # edges of the operands
-    kept: tuple[bool, ...]  # whether the backward reads each operand as it arrives
-    first: tuple[bool, ...]  # whether the backward frees each operand before its own peak
-    made: tuple[Made, ...]
-    region: str = ""  # the model's own checkpoint region around it
-    is_core: bool = False  # whether it is in the core of an attention, between the products
-    besides: np.ndarray | None = None  # bytes that its backward reads besides, by choice
-    work: np.ndarray | None = None  # temporary bytes, by choice
-    in_chunks: bool = False  # whether it runs once for each chunk, forward and backward together
-    is_inner: bool = False  # whether its result stays inside a kernel, in no memory
-    runs_at: int = OWN  # the time of the op in whose kernel it runs; OWN: a kernel of its own
-    is_route: bool = False  # whether it says where rows go: made again it might say otherwise, so it never is
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Passages:
-    """The ops of a graph in the order of the forward, and the edges between them."""
-
-    ops: tuple[Passage, ...] = ()
-    sources: tuple[tuple[int, int], ...] = ()  # edge -> (op that makes its value, output); (-1, 0) without one
-    # edge -> a number for each flow of `taken`; conversions of a value to equal numbers are one
-    arrives: tuple[np.ndarray, ...] = ()
-    converted: tuple[np.ndarray, ...] = ()  # edge -> bytes that its conversion makes, by [given, taken]
-    gathered: frozenset[int] = frozenset()  # edges of parameters
-    ends: tuple[int, ...] = ()  # edges by which values leave the graph
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,11 +108,6 @@ class Timeline:
     covers: float = 1.0  # seconds of it that a second of what is repeated hides, each time
 
     def __post_init__(self) -> None:
-        self.needed = frozenset(v for run in self.runs for v in run.keeps)  # values that some backward reads
-        # runs that come again wherever what they make is needed
-        self.forced = frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
-        # The seconds of these conversions are counted once, by the sharding.
-        self.once = frozenset(i for i in self.forced if not self.runs[i].is_op)
         small = min(SMALL, LIMITS.small * float(self.held.max(initial=0.0)))
         # Values that leave the graph, and small ones, are dropped only where their run is forced.
         self.fixed = self.leaves | (self.bytes <= small)
@@ -165,6 +119,21 @@ class Timeline:
         *_, bare = self._step(self.forced)
         # Bytes of what is in no run, by time: where all is saved, the line holds what the pieces say.
         self.other: np.ndarray = self.held - bare
+
+    @functools.cached_property
+    def needed(self) -> frozenset[int]:
+        """The values that some backward reads."""
+        return frozenset(v for run in self.runs for v in run.keeps)
+
+    @functools.cached_property
+    def forced(self) -> frozenset[int]:
+        """The runs that come again wherever what they make is needed."""
+        return frozenset(i for i, run in enumerate(self.runs) if run.is_forced)
+
+    @functools.cached_property
+    def once(self) -> frozenset[int]:
+        """Conversions that come again, whose seconds are counted once, by the sharding."""
+        return frozenset(i for i in self.forced if not self.runs[i].is_op)
 
     @staticmethod
     def of(space: Space, picked: Sequence[int], held: np.ndarray, momentary: Momentary) -> Timeline:

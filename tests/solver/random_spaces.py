@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from autopar import Cluster, DeviceMesh
+from autopar.graph.nodes import TensorType
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Flow, P, R, S, flow
 from autopar.sharding.strategies import Choice, Strategy
@@ -60,9 +61,7 @@ def spaces(draw):
                     np.array([given_.index(c.output()) for c in sites[p].choices]),
                     np.array([taken.index(c.operand(k)) for c in sites[i].choices]),
                     seconds,
-                    (8, 8),
-                    4,
-                    True,
+                    TensorType((8, 8), "float32", True),
                 )
             )
     return Space(Setting(MESH, manager.costs.cluster), tuple(sites), tuple(edges), manager, "none")

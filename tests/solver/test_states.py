@@ -85,8 +85,7 @@ def test_what_comes_in_passing_is_that_of_a_simulation(seed):
 
 def test_what_always_comes_again_comes_once():
     line = drawn(3)
-    line.runs = (line.runs[0], replace(line.runs[1], is_forced=True), *line.runs[2:])
-    line.__post_init__()
+    line = replace(line, runs=(line.runs[0], replace(line.runs[1], is_forced=True), *line.runs[2:]))
     states = StateSearch(line).of(frozenset({0, 1}), ((0, 2), (1, 2)))
     assert 1 in states.again and [run for run, _ in states.passing] == [0]
     assert line.passing({"run0": "run2", "run1": "run2"}) == states.passing  # as a plan of it is read

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pulp
 
-from autopar.space.timeline import OWN
+from autopar.space.passage import OWN
 
 
 class WholeProgram:

@@ -13,7 +13,7 @@ import transformers
 from autopar import Cluster
 from autopar.graph.graph import Assume, info, op_name
 from autopar.space import backward_kernels
-from autopar.space.saved import layouts, saved, saved_bytes
+from autopar.space.saved import Memories, saved, saved_bytes
 from autopar.tracer import ColoTracer
 from tests.zoo.replay import as_call
 from tests.zoo.tables import ZOO
@@ -142,5 +142,5 @@ def test_a_backward_that_fails_on_meta_tensors_is_told_unless_torch_has_no_kerne
 
     graph = ColoTracer().trace(torch.nn.Linear(4, 4), (torch.randn(2, 4),))
     monkeypatch.setattr(backward_kernels, "_gradient", fails)
-    assert not backward_kernels.backwards(graph, layouts(graph, "cpu")[2], "cpu")
+    assert not backward_kernels.backwards(graph, Memories.of(graph, "cpu").lies, "cpu")
     assert ("the backward of linear fails on meta tensors" in caplog.text) is is_told
