@@ -65,6 +65,11 @@ def types_in(value: Any) -> Iterable[Type]:
         yield from types_in(list(value.values()))
 
 
+def lost_in(value: Any) -> set[str]:
+    """The axes along which something is unknown of a value, beside where its part begins."""
+    return {axis for t in types_in(value) if not t.is_start for axis in t.open}
+
+
 def is_constant(t: Type) -> bool:
     """Whether a value is a constant, as good a part as a whole: all its dims are free or of size one."""
     return bool(t.dims) and all(is_free(dim) or not dim for dim in t.dims) and any(map(is_free, t.dims))

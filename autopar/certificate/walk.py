@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.certificate import steps
 from autopar.certificate.bodies import body_of, is_body_known
-from autopar.certificate.calls import TypedCall, types_in, unknown
+from autopar.certificate.calls import TypedCall, lost_in, types_in, unknown
 from autopar.certificate.elementwise import as_parts
 from autopar.certificate.host import TRAVELLING, check_travels
 from autopar.certificate.readings import Wholes
@@ -251,11 +251,10 @@ class _Walk:
 
     def _count(self, node: fx.Node, made: Any) -> None:
         """Count a value, and the op from which on something is unknown of it."""
-        lost = {a for t in types_in(made) if not t.is_start for a in t.open}  # Where a part begins is no doubt.
+        lost = lost_in(made)
         self.found.values += 1
         self.found.open += bool(lost)
-        given = (t.open for operand in node.all_input_nodes for t in types_in(self.types[operand]))
-        if lost.difference(*given):
+        if lost.difference(*(lost_in(self.types[operand]) for operand in node.all_input_nodes)):
             self.found.opened_by[_name_of(node.target)] += 1
 
     def end(self, place: int, sharding: Any, what: str) -> None:

@@ -47,6 +47,7 @@ KNOWN = 0.9  # of values and of ends, of these models
 def test_programs_are_typed(name, turns, preset):
     found = lowered(name, preset, microbatches=turns).certified()
     assert not found.unforeseen and found.values > 400 and found.open <= (1 - KNOWN) * found.values, found
+    assert bool(found.opened_by) == bool(found.open), found
     assert found.ends > 25 and found.open_ends <= (1 - KNOWN) * found.ends, found
 
 
