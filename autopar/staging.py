@@ -385,11 +385,13 @@ def _starts(names: Sequence[str], asked: Asked) -> list[int]:
     """The blocks at which a stage may begin: where the caller says, or any."""
     blocks = len(names)
     if not asked.cuts:
-        if blocks < int(asked.size):
+        each = asked.stages_each or (2 if asked.schedule in ("interleaved", *_ON_A_V) else 1)
+        if blocks < int(asked.size) * each:
+            how = "" if each == 1 else f", {each} on each of {asked.size} coordinates (schedule {asked.schedule!r})"
             raise NotServed(
-                f"the model has {blocks} blocks, and pipeline={asked.size} asks for more stages",
+                f"the model has {blocks} blocks, and pipeline={asked.size} asks for more stages{how}",
                 seen=f"blocks: {', '.join(names) or 'none'}",
-                advice=f"pipeline={blocks}" if blocks > 1 else "no pipeline",
+                advice=f"pipeline={blocks // each}" if blocks >= 2 * each else "no pipeline",
             )
         return list(range(blocks))
     if unknown := [name for name in asked.cuts if name not in names]:
