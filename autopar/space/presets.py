@@ -27,9 +27,10 @@ Names that other tools have are taken too: ddp is dp, fsdp is zero3, tp is megat
 zero3, shard_grad_op zero2, no_shard dp, and hybrid_shard and hybrid_shard_zero2 are hsdp and hsdp-zero2.
 `parallel="megatron"` puts Megatron on the last axis and dp on the others; the others want as many axes as they name.
 `parallel=dict(tensor=dict(size=4, mode="2d"), data=dict(size=2, zero=3))` says it in full: data is on the first axes,
-tensor on the last; `tensor=dict(size=4, sequence=True, apart=True)` gathers as dtensor. `data=dict(size=8, zero=3,
-replicas=2)` is hsdp: the first axes hold copies. In place of a mode, `tensor=dict(size=4, styles={"layers.*.up":
-"colwise", "layers.*.down": "rowwise"})` says how each layer is cut, in transformers' words: what is not named is whole.
+tensor on the last; without a size data has the devices that the others leave. `tensor=dict(size=4, sequence=True,
+apart=True)` gathers as dtensor. `data=dict(size=8, zero=3, replicas=2)` is hsdp: the first axes hold copies. In place
+of a mode, `tensor=dict(size=4, styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})` says how each layer is
+cut, in transformers' words: what is not named is whole.
 
 `parallel=dict(data=dict(size=2, zero=3), context=4)` cuts the sequence of inputs, and of all that is made of them,
 along the axes behind those of data. Attentions are divided there by a ring of keys, by gathered keys or by heads
@@ -275,7 +276,10 @@ _WORDS = {
 
 
 def _parts(parallel: Any, mesh: DeviceMesh) -> list[Mapping[str, Any]]:
-    """The parts of a dictionary that are about data, tensor and context, each with its size."""
+    """The parts of a dictionary that are about data, tensor and context, each with its size.
+
+    Where none is said of data, it has the devices that the others leave.
+    """
     experts = parallel.get("experts", 1) if isinstance(parallel, Mapping) else 1
     is_number = isinstance(experts, int) and not isinstance(experts, bool) and experts > 0
     if not isinstance(parallel, Mapping) or not is_number or set(parallel) - {*_WORDS, "experts"}:
@@ -290,12 +294,12 @@ def _parts(parallel: Any, mesh: DeviceMesh) -> list[Mapping[str, Any]]:
     for key, part in parts.items():
         _check_words(key, part, parallel[key])
     tensor, context = (parts.get(key, {"size": 1}) for key in ("tensor", "context"))
-    rest = mesh.size // (tensor["size"] * context["size"]) if experts > 1 else 1
-    return [parts.get("data", {"size": rest}), tensor, context]
+    rest = max(1, mesh.size // (tensor["size"] * context["size"]))
+    return [{"size": rest, **parts.get("data", {})}, tensor, context]
 
 
 def _check_words(key: str, part: Mapping[str, Any], said: Any) -> None:
-    numbers = [part.get("size", 0), part.get("zero", 1), part.get("replicas", 1)]
+    numbers = [part.get("size", 1 if key == "data" else 0), part.get("zero", 1), part.get("replicas", 1)]
     is_wrong = any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or numbers[0] < 1
     if is_wrong or set(part) - set(_WORDS[key]) or part.get("how", RING) not in WAYS:
         raise BadPreset(

@@ -351,6 +351,24 @@ def test_a_byte_under_the_free_peak_is_a_budget_like_any_other(less):
     assert plan.peak_bytes <= free.peak_bytes - less and plan.step_time_s >= free.step_time_s
 
 
+@pytest.mark.parametrize(
+    ("said", "full"),
+    [
+        (dict(tensor=2), dict(tensor=2, data=2)),
+        (dict(tensor=dict(size=2, mode="1d"), data=dict(zero=3)), dict(tensor=2, data=dict(size=2, zero=3))),
+        (dict(data=dict(zero=1)), dict(data=dict(size=4, zero=1))),
+    ],
+    ids=str,
+)
+def test_data_has_the_devices_that_others_leave(said, full):
+    model, batch = (
+        torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)),
+        (torch.randn(8, 16),),
+    )
+    short, long = (autopar.plan(model, batch, mesh=(2, 2), parallel=parallel) for parallel in (said, full))
+    assert short.decisions == long.decisions and short.step_time_s == long.step_time_s
+
+
 WRONG = {
     "a preset nobody knows": (BadPreset, dict(parallel="gspmd")),
     "an empty dictionary": (BadPreset, dict(parallel={})),
