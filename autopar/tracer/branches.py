@@ -6,6 +6,7 @@
     no_padding   attention masks among the inputs are all ones
     finite       isfinite is true everywhere; isinf and isnan are false
     branches     the caller names the line and the answer
+    checks       every other answer ends in an error: if (labels >= n).any(): raise ValueError
 
 Every answer is a line of `graph.assumptions`.
 """
@@ -26,6 +27,7 @@ from autopar.graph import walks
 from autopar.graph.graph import Assume, info, op_name, run, type_of
 from autopar.runtime.private import clean_room, without_torch_functions
 from autopar.tracer.call import name_of
+from autopar.tracer.checks import answer_that_goes_on
 from autopar.tracer.place import source
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ def answer(recorder: Recorder, function: Any, tensor: Tensor) -> Any:
     try:
         value = _proved(node, by, function, recorder.assumptions.declared)
     except Unknown as e:
+        if is_question and (goes_on := answer_that_goes_on()) is not None:
+            recorder.assumptions.add(f"a check finds nothing wrong, and is not made: its condition is {goes_on}")
+            return goes_on
         what = f"the model asks for the value of a tensor ({name_of(function).strip('_')}), which a graph cannot hold"
         advice = "a tensor instead of its value"
         if is_question:

@@ -24,6 +24,7 @@ from autopar.ops.lookup import functional, lookup
 from autopar.tracer.call import name_of, tensors_in
 from autopar.tracer.chosen import Count, Mask, Rows, are_alike, as_chosen
 from autopar.tracer.chosen_calls import beside, first_of, misfit, row_wise, shielded, write_to_rows
+from autopar.tracer.chosen_labels import ctc_losses
 from autopar.tracer.hits import Hits
 from autopar.tracer.recorder import Recorder
 
@@ -155,7 +156,7 @@ def _dims_taken(recorder: Recorder, item: Any) -> int:
     return item.dim() if _chooses(recorder, item) and recorder.values.chosen.of(item) is None else 1
 
 
-def look(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> Tensor:
+def look(recorder: Recorder, tensor: Tensor, items: Sequence[Any], by: str = "__getitem__") -> Tensor:
     """Handle x[:, places] and x[mask]."""
     ranges = [item if isinstance(item, slice) else slice(None) for item in items]
     if any(item != slice(None) for item in ranges):
@@ -163,7 +164,7 @@ def look(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> Tensor:
         at = [Ellipsis if item is Ellipsis else part for item, part in zip(items, ranges, strict=True)]
         found: Tensor = row_wise(recorder, Tensor.__getitem__, (rows, tuple(at)), {})
         return found
-    at_ = _read(recorder, "__getitem__", tensor, items)
+    at_ = _read(recorder, by, tensor, items)
     count = len(at_.places)
     index: list[Any] = []
     for item in items:
@@ -186,6 +187,14 @@ def look(recorder: Recorder, tensor: Tensor, items: Sequence[Any]) -> Tensor:
     return recorder.values.chosen.show(fake, rows)
 
 
+def selected(recorder: Recorder, tensor: Tensor, mask: Tensor) -> Tensor:
+    """Handle torch.masked_select(x, mask), which is x[mask] of one shape."""
+    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+    with recorder.values.chosen.recorded():
+        tensor, mask = (x if x.shape == shape else x.expand(shape) for x in (tensor, mask))
+    return look(recorder, tensor, [mask], "masked_select")
+
+
 # -- ends
 
 _ENDS = frozenset({"index_add", "index_put", "index_copy", "setitem", "scatter_add"})
@@ -198,6 +207,8 @@ def call(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[
         if recorder.values.chosen.of(arguments["input"]) is None:
             with recorder.values.chosen.rounds.ending():
                 return _ended(recorder, op, arguments)
+    if name_of(function) == "ctc_losses":
+        return ctc_losses(recorder, *args, **kwargs)
     if name_of(function) == "unbind" and (hits := _hits(recorder, *args, **kwargs)) is not None:
         return hits
     return row_wise(recorder, function, args, kwargs)

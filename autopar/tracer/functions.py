@@ -114,12 +114,13 @@ def by_mask(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: di
     if not is_asked(args, kwargs):
         return record_op(recorder, function, args, kwargs)
 
-    mask = args[0] if args else kwargs.get("input", kwargs.get("condition"))
-    if (
-        spelled is not masked_select
-        and not recorder.values.chosen.meets(mask)
-        and branches.count(recorder, mask) is None
-    ):
+    chosen = args[0] if args else kwargs.get("input", kwargs.get("condition"))
+    mask = chosen
+    if spelled is masked_select:
+        mask = args[1] if len(args) > 1 else kwargs["mask"]
+    if not recorder.values.chosen.meets(chosen, mask) and branches.count(recorder, mask) is None:
+        if spelled is masked_select:
+            return chosen_ends.selected(recorder, chosen, mask)
         is_list = name_of(function) != "where" and not kwargs.get("as_tuple")
         find = chosen_ends.listed_places_of if is_list else chosen_ends.places_of
         return find(recorder, mask, name_of(function))

@@ -148,39 +148,64 @@ def test_it_is_eager(name, threads):
             Equality.in_float64(f"{name} on {plan.mesh}", result, expected, 1e-9).check()
 
 
-def test_a_loss_of_sequences_is_cut_by_sequences(threads):
-    """CTC under data parallelism: lengths that are inputs are cut with their rows."""
+class Speech(nn.Module):
+    """Targets with lengths of their own, or the labels of each row that count, put end to end."""
 
-    class Speech(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 6).double())
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6).double())
 
-        def forward(self, x, targets, read, wanted):
-            return F.ctc_loss(
-                (x @ self.weight).log_softmax(-1).transpose(0, 1), targets, read, wanted, zero_infinity=True
-            )
+    def forward(self, x, targets, read, wanted=None):
+        if wanted is None:
+            counts = targets >= 0
+            targets, wanted = targets.masked_select(counts), counts.sum(-1)
+        if (read > x.shape[1]).any():
+            raise ValueError("lengths beyond what was read")
+        return F.ctc_loss((x @ self.weight).log_softmax(-1).transpose(0, 1), targets, read, wanted, zero_infinity=True)
 
+
+def _left_out(targets):
+    """The targets, with labels that do not count among them."""
+    targets = targets.clone()
+    targets[0, 1] = targets[2, :2] = targets[3] = -100
+    return targets
+
+
+@pytest.mark.parametrize("has_lengths", [True, False])
+def test_a_loss_of_sequences_is_cut_by_sequences(has_lengths, threads):
+    """CTC under data parallelism: lengths that are inputs are cut with their rows, and so are labels that count."""
     model = Speech()
-    batch = {
-        "x": torch.randn(6, 7, 6).double(),
-        "targets": torch.tensor(TARGETS),
-        "read": torch.tensor(READ),
-        "wanted": torch.tensor(WANTED),
-    }
+    batch = {"x": torch.randn(6, 7, 6).double(), "targets": torch.tensor(TARGETS), "read": torch.tensor(READ)}
+    if has_lengths:
+        batch["wanted"] = torch.tensor(WANTED)
+    else:
+        batch["targets"] = _left_out(batch["targets"])
     plan = autopar.plan(model, batch, mesh=2, parallel="dp")
     (cut,) = (str(d.choice) for key, d in plan.decisions.items() if key.endswith("/ctc_loss"))
     assert "S(1)" in cut
     reference = copy.deepcopy(model)
-    reference(**batch).backward()
+    expected = reference(**batch)
+    expected.backward()
 
     def body(rank):
         mine = autopar.autoparallelize(copy.deepcopy(model), batch, plan=plan)
-        mine(**batch).backward()
-        return {"weight": whole(mine.weight.grad)}
+        loss = mine(**batch)
+        loss.backward()
+        return {"loss": whole(loss.detach()), "weight": whole(mine.weight.grad)}
 
     for result in threads(2, body):
-        Equality.in_float64("ctc", result, {"weight": reference.weight.grad}, 1e-9).check()
+        right = {"loss": expected.detach(), "weight": reference.weight.grad}
+        Equality.in_float64("ctc", result, right, 1e-9).check()
+
+
+def test_labels_that_count_come_with_their_numbers():
+    class Wrong(Speech):
+        def forward(self, x, targets, read):
+            return super().forward(x, targets.masked_select(targets >= 0), read, (targets > 0).sum(-1))
+
+    batch = {"x": torch.randn(6, 7, 6).double(), "targets": torch.tensor(TARGETS), "read": torch.tensor(READ)}
+    with pytest.raises(autopar.NotCaptured, match="other lengths than their numbers"):
+        autopar.plan(Wrong(), batch, mesh=2)
 
 
 def draws_in_layers(m, x):

@@ -138,7 +138,7 @@ def test_a_budget_that_no_stages_meet_is_a_letter():
     ("how", "said"),
     [
         (dict(mesh=autopar.DeviceMesh((16, 1), ("pp", "dp"))), "6 blocks"),
-        (dict(pipeline={"schedule": "zb-v"}, mesh=autopar.DeviceMesh((4, 1), ("pp", "dp"))), "6 blocks.*2 on each of 4"),
+        (dict(pipeline={"size": 4, "schedule": "zb-v"}, mesh=(4, 1)), "6 blocks.*2 on each of 4"),
         (dict(pipeline={"cuts": ["blocks.9"]}), "no such block"),
         (dict(pipeline={"cuts": ["blocks.4", "blocks.2"]}), "order of the blocks"),
         (dict(pipeline=3), "has 2 devices"),

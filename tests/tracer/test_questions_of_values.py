@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -59,6 +61,69 @@ def test_the_caller_may_answer_a_branch_by_its_line():
     assert f'Assume(branches={{"{line}": True}})' in letter.value.advice
     graph = check(asks, Assume(branches={line: True}))
     assert graph.assumptions == (f"a condition is True, as declared, at {line}, in asks",)
+
+
+def refuses(y):
+    if torch.isnan(y).any() or y.abs().max() > 1e9:
+        raise ValueError("values that nobody wants")
+
+
+def checks_values(m, x):
+    y = x @ m.weight
+    refuses(y)
+    assert not torch.isinf(y).any()
+    assert (
+        torch.isfinite(y)
+        .all()
+    ), "in several lines"  # fmt: skip
+    if (y > 1e9).all():
+        what = "too large"
+        raise ValueError(what)
+    elif not y.shape:
+        return y
+    if y.isfinite().all():
+        y = y * 2
+    else:
+        raise ValueError
+    return y.sum()
+
+
+def test_a_check_that_raises_is_answered_by_what_goes_on():
+    graph = check(checks_values)
+    found = [a.split(", at")[0].rpartition(" ")[2] for a in graph.assumptions if "is not made" in a]
+    assert found == ["False", "False", "True", "False", "True"]
+
+
+def caught(m, x):
+    try:
+        refuses(x @ m.weight)
+    except ValueError:
+        return x.sum()
+    return (x @ m.weight).sum()
+
+
+def suppressed(m, x):
+    with contextlib.suppress(ValueError):
+        refuses(x @ m.weight)
+    return (x @ m.weight).sum()
+
+
+def ends_a_loop(m, x):
+    if x.sum() > 0:
+        raise StopIteration
+    return (x @ m.weight).sum()
+
+
+def both_ways(m, x):
+    if x.sum() > 1e9 or not x.sum() > -1e9:
+        raise ValueError
+    return (x @ m.weight).sum()
+
+
+@pytest.mark.parametrize("model", [caught, suppressed, ends_a_loop, both_ways])
+def test_what_may_go_on_either_way_is_a_letter(model):
+    with pytest.raises(NotCaptured, match="value of a tensor"):
+        traced(model)
 
 
 def test_a_branch_that_is_never_asked_is_a_letter():

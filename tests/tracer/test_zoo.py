@@ -33,6 +33,14 @@ def capture(name: str, entry: Entry) -> Graph | None:
 # nightly; of kinds of layers that other networks have
 LARGE = ("tv_vgg11_bn", "tv_densenet121", "timm_efficientnet_b0", "hf_mixtral_batched_mm", "hf_mixtral_eager")
 # nightly too: written out as that of Gemma, GPT-J and BLOOM, where the fused attention of the same model runs by day
+SAID_UNASKED = (  # of what nobody declared
+    "not kept",
+    "not made",
+    "whatever is drawn",
+    "no input",
+    "tensors of queries by keys",
+    "rows that a mask chooses",
+)
 EAGER = ("hf_gpt2_eager", "hf_llama_eager", "hf_bert_eager", "hf_bart_eager", "hf_vit_eager")
 
 
@@ -50,13 +58,12 @@ def test_the_zoo(name):
             graph.output_leaves,
         )
         assert bool(graph.assumptions) <= bool(ZOO[name].assume) or all(
-            any(words in a for words in ("not kept", "whatever is drawn", "no input", "tensors of queries by keys"))
-            for a in graph.assumptions
+            any(words in a for words in SAID_UNASKED) for a in graph.assumptions
         )
 
 
-def test_the_zoo_has_sixty_of_sixty_three():
-    assert len(ZOO) == 63 and sum(not e.refused for e in ZOO.values()) >= 60
+def test_the_zoo_has_sixty_one_of_sixty_three():
+    assert len(ZOO) == 63 and sum(not e.refused for e in ZOO.values()) >= 61
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -191,7 +191,6 @@ ZOO: dict[str, Entry] = {
     "hf_wav2vec2": Entry(
         hf("Wav2Vec2Config", "Wav2Vec2ForCTC", **SPEECH, mask_time_prob=0.0, layerdrop=0.0),
         speech,
-        refused="value of a tensor.*input labels",
     ),
     "hf_wav2vec2_nolabel": Entry(
         hf("Wav2Vec2Config", "Wav2Vec2ForCTC", **SPEECH, mask_time_prob=0.0, layerdrop=0.0),
@@ -200,7 +199,7 @@ ZOO: dict[str, Entry] = {
     "hf_wav2vec2_default": Entry(
         hf("Wav2Vec2Config", "Wav2Vec2ForCTC", **SPEECH, mask_time_prob=0.05, layerdrop=0.1),
         speech,
-        refused="value of a tensor.*input labels",
+        refused="draws from numpy",
     ),
     "hf_samvision": Entry(hf("SamVisionConfig", "SamVisionModel", **SAM), unlabelled),
     "hf_detr": Entry(detr, unlabelled, assume=Assume(finite=True)),
