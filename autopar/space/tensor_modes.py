@@ -51,10 +51,16 @@ class LinearLayer:
     features: int
     sizes: tuple[int, int]  # sizes of the summed dim and of the features
 
-    def blocks(self, parts: int) -> str:
-        """A fused projection's blocks, as text of a placement; "" if `parts` does not divide one of them."""
+    def blocks(self, parts: int) -> tuple[str, str]:
+        """A fused projection's blocks, as text of a placement in use and in storage.
+
+        "" if `parts` does not divide one of them. Unequal ones are for use alone: torch's placements cannot state them.
+        """
         found = _blocks(self.node, self.sizes[1])
-        return f", blocks={found}" if found and all(b % parts == 0 for b in found) else ""
+        if any(size % parts for size in found):
+            return "", ""
+        text = f", blocks={found}" if found else ""
+        return text, text if len(set(found)) == 1 else ""
 
 
 def _linear(node: fx.Node) -> LinearLayer | None:
@@ -113,6 +119,33 @@ def _blocks(node: fx.Node, features: int) -> tuple[int, ...]:
     return ()
 
 
+def _is_normed(linear: LinearLayer) -> bool:
+    """Whether a product gives fewer features than it reads, and a norm looks at all of them.
+
+    Or at a part that is split off. Where they are cut each device needs all of them for the norm, so that hardly
+    anything is saved.
+    """
+    waiting: list[Any] = [linear.node] if linear.sizes[1] < linear.sizes[0] else []
+    while waiting:
+        value = waiting.pop()
+        rank = len(type_of(value).shape)
+        for user in value.users:
+            name = op_name(user)
+            dims = user.kwargs.get("dim") if info(user).kind == "op" else None
+            is_along = rank - 1 in {
+                d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims]) if d is not None
+            }
+            if name in ("rms_norm", "layer_norm") or (is_along and name in ("sum", "mean")):
+                return True
+            if (
+                info(user).kind == "part"
+                or (is_along and name == "split")
+                or name in ("identity", "to", "pow", "square")
+            ):
+                waiting.append(user)
+    return False
+
+
 def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, ParameterCut]:
     """Cut linear layers in order: by output features if the input is whole, else by input features."""
     axis = mesh.axes[axes[0]]
@@ -120,11 +153,11 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
     cut: set[fx.Node] = set()  # values whose features are cut
     found: dict[str, ParameterCut] = {}
 
-    def put(name: str | None, text: str) -> None:
-        """Cut a parameter, whose parts of a sum are whole in storage."""
+    def put(name: str | None, text: str, stored: str = "") -> None:
+        """Cut a parameter, in storage as in use unless it is said; parts of a sum are whole in storage."""
         if name is not None:
-            stored = (f"{text}@{axis}",) if text.startswith("S") else ()
-            found.setdefault(name, ParameterCut(stored, (f"{text}@{axis}",)))
+            lies = (f"{stored or text}@{axis}",) if text.startswith("S") else ()
+            found.setdefault(name, ParameterCut(lies, (f"{text}@{axis}",)))
 
     for node in graph.nodes:
         if info(node).kind == "part" and node.args[0] in cut:
@@ -142,10 +175,10 @@ def _megatron(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, 
             if by_input and linear.sizes[0] % parts == 0:
                 put(linear.weight, f"S({linear.summed})")
                 put(linear.bias, "P(sum)")  # added to the sum, by one device
-            elif not by_input and linear.sizes[1] % parts == 0:
-                by = linear.blocks(parts)
-                put(linear.weight, f"S({linear.features}{by})")
-                put(linear.bias, f"S(0{by})")
+            elif not by_input and linear.sizes[1] % parts == 0 and not _is_normed(linear):
+                by, lies = linear.blocks(parts)
+                put(linear.weight, f"S({linear.features}{by})", f"S({linear.features}{lies})")
+                put(linear.bias, f"S(0{by})", f"S(0{lies})")
                 cut.add(node)
         elif table is not None and type_of(node.kwargs["weight"]).shape[0] % parts == 0:
             put(table, "S(0)")
@@ -203,9 +236,9 @@ def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Par
     (first, rows), (second, parts) = ((mesh.axes[a], mesh.shape[a]) for a in axes[:2])
     found: dict[str, ParameterCut] = {}
 
-    def put(weight: str, use: str, inputs: int, count: int) -> None:
+    def put(weight: str, use: str, inputs: int, count: int, stored: str = "") -> None:
         inner = (f"S({inputs})@{first}",) if count % rows == 0 else ()
-        found.setdefault(weight, ParameterCut((*inner, use), (use,), bool(inner)))
+        found.setdefault(weight, ParameterCut((*inner, stored or use), (use,), bool(inner)))
 
     for node in graph.nodes:
         if info(node).kind != "op":
@@ -213,11 +246,12 @@ def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Par
         linear = _linear(node)
         table = _table(node)
         if linear is not None and linear.sizes[1] % parts == 0:
-            by = linear.blocks(parts)
-            put(linear.weight, f"S({linear.features}{by})@{second}", linear.summed, linear.sizes[0])
+            (use, lies), (own, own_lies) = (
+                [f"S({dim}{by})@{second}" for by in linear.blocks(parts)] for dim in (linear.features, 0)
+            )
+            put(linear.weight, use, linear.summed, linear.sizes[0], lies)
             if linear.bias is not None:
-                bias = (f"S(0{by})@{second}",)
-                found.setdefault(linear.bias, ParameterCut(bias, bias))
+                found.setdefault(linear.bias, ParameterCut((own_lies,), (own,)))
         elif table is not None:
             words, width = type_of(node.kwargs["weight"]).shape
             if words % parts == 0:
@@ -276,13 +310,19 @@ def _three_d_linear(
         raise BadPreset(
             f"3d cannot cut the {linear.sizes[0]} inputs of {linear.weight} by {parts}", seen=f"mesh {mesh}"
         )
-    by = linear.blocks(mesh.shape[outer])
     divides = linear.sizes[1] % mesh.shape[outer] == 0  # a vocabulary that does not is whole
-    features, own = ((f"S({dim}{by})@{mesh.axes[outer]}",) if divides else () for dim in (linear.features, 0))
-    use = (f"S({linear.summed})@{mesh.axes[inner]}", *features)
-    found = [(linear.weight, ParameterCut((f"S({linear.summed})@{mesh.axes[first]}", *use), use, True))]
+
+    def of_features(dim: int) -> list[tuple[str, ...]]:
+        """The cuts of a dim of features in use and in storage."""
+        return [(f"S({dim}{by})@{mesh.axes[outer]}",) if divides else () for by in linear.blocks(mesh.shape[outer])]
+
+    features, lies = of_features(linear.features)
+    inputs = f"S({linear.summed})@{mesh.axes[inner]}"
+    stored = (f"S({linear.summed})@{mesh.axes[first]}", inputs, *lies)
+    found = [(linear.weight, ParameterCut(stored, (inputs, *features), True))]
     if linear.bias is not None:  # added to the sum over the inner axis, by one device
-        found.append((linear.bias, ParameterCut(own, (f"P(sum)@{mesh.axes[inner]}", *own))))
+        own, lies = of_features(0)
+        found.append((linear.bias, ParameterCut(lies, (f"P(sum)@{mesh.axes[inner]}", *own))))
     return found
 
 

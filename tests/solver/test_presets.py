@@ -198,6 +198,45 @@ def test_a_preset_trains_as_one_device_does(name, parallel, threads):
         ).check()  # the loss is a sum of float32 parts where the vocabulary is cut, LLaMA's norms are float32 too
 
 
+class Latent(torch.nn.Module):
+    """Queries, keys and values of unequal widths in one product, and a narrow one of which a part is normed."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.narrow = torch.nn.Linear(16, 32), torch.nn.Linear(16, 12)
+        self.norm, self.wide = torch.nn.LayerNorm(8), torch.nn.Linear(8, 32)
+        self.ends = torch.nn.ModuleList(torch.nn.Linear(n, 16) for n in (16, 8, 8, 32, 4))
+
+    def forward(self, x):
+        latent, turned = self.narrow(x).split((8, 4), -1)
+        given = (*self.fused(x).split((16, 8, 8), -1), self.wide(self.norm(latent)), turned)
+        return sum(end(part.tanh()) for end, part in zip(self.ends, given, strict=True)).square().mean()
+
+
+@pytest.mark.parametrize("parallel", ["megatron", "2d", dict(tensor=2, data=dict(zero=3))], ids=str)
+def test_products_with_unequal_parts_and_narrow_ones_are_cut(parallel, threads):
+    """Unequal parts are cut one by one where they are used; what a norm needs whole is not cut under Megatron."""
+    torch.manual_seed(0)
+    model, x = Latent().double(), torch.randn(8, 16).double()
+    plan = autopar.plan(model, (x,), mesh=DeviceMesh((2, 2), ("dp", "tp")), parallel=parallel)
+    if parallel == "megatron":
+        lies = {name: str(sharding) for name, sharding in plan.parameters.items() if name.endswith("weight")}
+        by_rows = {name for name, text in lies.items() if text.startswith("S(0")}
+        assert by_rows == {"fused.weight", "wide.weight", "ends.4.weight"} and lies["narrow.weight"] == "R", lies
+        assert {lies[f"ends.{k}.weight"] for k in range(4)} == {"S(1)@1"}
+    reference = copy.deepcopy(model)
+    reference(x).backward()
+
+    def body(rank):
+        mine = autopar.autoparallelize(copy.deepcopy(model), (x,), plan=plan)
+        mine(x).backward()
+        return {n: whole(p.grad) for n, p in mine.named_parameters()}
+
+    for result in threads(4, body):
+        expected = {n: p.grad for n, p in reference.named_parameters()}
+        Equality.in_float64(str(parallel), result, expected, 1e-9).check()
+
+
 @pytest.mark.parametrize(
     "name, parallel", diagonal(["gpt2", "vit"], ["dp", "zero3", dict(tensor=2, data=dict(size=2, zero=3))]), ids=str
 )
