@@ -1,7 +1,7 @@
-"""Rules of attention of cut queries: rows that are dealt, and keys that are whole or go round a ring.
+"""Rules of attention of cut queries: rows that are dealt, and keys that are whole, go round a ring, or have a halo.
 
-Rows that are dealt are cut by an axis of no mesh first, which is named after their deal. So they meet neither rows that
-lie plainly nor those of another deal, and only the deal itself brings them back.
+Rows that are dealt are cut by an axis of no mesh first, which is named after their deal; so are keys with a halo. They
+meet neither rows that lie plainly nor those of another deal, and only the deal itself brings them back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from autopar.certificate.calls import TypedCall, rule, types_in
 from autopar.certificate.elementwise import met
 from autopar.certificate.types import Dim, Refused, Type, axes_of, is_free, joined, same, size, whole, without
 from autopar.runtime.dealing import Setup, room_of
+from autopar.runtime.halos import has_halo, rows_of_halo
 
 _Axes = frozenset[str]
 _NONE: _Axes = frozenset()
@@ -25,9 +26,17 @@ def _deal_of(how: Setup) -> str:
     return f"deal of {how.queries} rows over {along} by {how.dealt}{rings} ({how.sees})"
 
 
+def _halo_of(how: Setup) -> str:
+    """The name of a halo, by which keys that have it meet no others."""
+    along = "+".join(cut.axis for cut in how.cuts)
+    return f"halo of {how.keys} keys of {how.queries} queries over {along} ({how.sees})"
+
+
 def _rows(how: Setup, of_keys: bool, is_dealt: bool) -> Dim:
-    """The rows that a device has of queries or of keys, as they lie or as they are dealt."""
+    """The rows that a device has of queries or keys, as they lie or as they are moved for the op."""
     axes = tuple(cut.axis for cut in how.axes(of_keys))
+    if of_keys and is_dealt and has_halo(how):
+        return ((rows_of_halo(how.text(), is_back=False), (_halo_of(how), *axes)),)
     n = room_of(how.text(), of_keys, not (is_dealt and axes))
     if not axes:
         return whole(n)
@@ -67,14 +76,26 @@ def _deal(call: TypedCall) -> list[Type]:
     how = Setup.of(setup)
     lost = _NONE.union(*(t.open for t in types_in(told)))
     _needs_told([t.opened(lost) for t in told], how)
+    return _moved([t.opened(lost) for t in tensors], how, of_keys, is_back)
+
+
+def _moved(tensors: Sequence[Type], how: Setup, of_keys: bool, is_back: bool) -> list[Type]:
     made = []
     for t in tensors:
-        every = lost | t.open
-        before, after = (without(_rows(how, of_keys, dealt), every) for dealt in (is_back, not is_back))
-        t = t.opened(lost)
+        before, after = (without(_rows(how, of_keys, dealt), t.open) for dealt in (is_back, not is_back))
         _needs_rows(t, before, "what is dealt")
         made.append(replace(t, dims=(*t.dims[:2], after, t.dims[3])))
     return made
+
+
+@rule("autopar.halo.default")
+def _halo(call: TypedCall) -> list[Type]:
+    """Keys with those of other devices that are seen; back, sums of gradients of the same keys."""
+    tensors, setup, is_back = call.args
+    how = Setup.of(setup)
+    if not has_halo(how):
+        raise Refused("no keys of these are seen by some devices alone", "they go round a ring")
+    return _moved(tensors, how, True, is_back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +126,8 @@ def _ways(call: TypedCall, more: Sequence[Type] = ()) -> _Ways:
     how = Setup.of(call.args[-1])
     lost = _NONE.union(*(t.open for t in types_in([call.args[0], list(more)])))
     query, key, value, *rest = (t.opened(lost) for t in call.args[0])
-    of_query, of_key = (without(_rows(how, of_keys, bool(how.dealt)), lost) for of_keys in (False, True))
+    are_moved = (False, bool(how.dealt)), (True, bool(how.dealt) or has_halo(how))
+    of_query, of_key = (without(_rows(how, *of), lost) for of in are_moved)
     results = [t.opened(lost) for t in more]
     count = sum(how.given[:2])
     _needs_summed([query, key, *rest])

@@ -29,6 +29,7 @@ from autopar.ops.rows import parse
 from autopar.runtime import forms
 from autopar.runtime.attention import attention_on_device, leading_dims, with_batch_and_heads
 from autopar.runtime.dealing import HALVES, WORK, Cutting, Setup
+from autopar.runtime.halos import has_halo, largest_halo, rows_of_halo
 from autopar.runtime.private import plays_all_ranks
 from autopar.runtime.rings import messages_of_ring, steps_of
 from autopar.runtime.sees import SIZES, Places, Sees
@@ -139,10 +140,12 @@ def _pairs(sees: Sees, queries: int, keys: int) -> np.ndarray:
     return Places.of(sees, (queries, keys), None, None).seen(sees, queries)
 
 
-def keys_seen(call: OpCall) -> float:
-    """The number of keys that a query sees in the mean."""
-    queries, keys = (call.arguments[name].shape[-2] for name in ("query", "key"))
-    return float(_pairs(sees_of(call), queries, keys).mean())
+def keys_seen(call: OpCall, here: Here) -> float:
+    """The number of keys that a query of the fullest device sees in the mean."""
+    how = setup_at(here, call)
+    parts = tuple(cut.parts for cut in how.cuts)
+    pairs = pairs_of_fullest(sees_of(call), how.queries, how.keys, parts, how.dealt)
+    return pairs / max(1, _most(how.queries, how.cuts))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -165,14 +168,22 @@ def _parts(start: int, size: int, parts: tuple[int, ...]) -> Iterator[tuple[int,
         yield from _parts(start + first, length, parts[1:])
 
 
+def _most(rows: int, cuts: Sequence[Cutting]) -> int:
+    """The rows of the device that has most of them as they lie."""
+    return max(z - a for a, z in _parts(0, rows, tuple(cut.parts for cut in cuts)))
+
+
 def scores(call: OpCall, here: Here) -> float:
     """The share of its queries by its keys that the fullest device computes."""
+    return keys_seen(call, here) / max(1, _most(setup_at(here, call).keys, setup_at(here, call).rings))
+
+
+def keys_at_once(call: OpCall, here: Here) -> int:
+    """The number of keys that a device computes with at once, on the device that has most."""
     how = setup_at(here, call)
-    parts = tuple(cut.parts for cut in how.cuts)
-    of_keys = tuple(ring.parts for ring in how.rings)
-    rows = max(z - a for a, z in _parts(0, how.queries, parts))
-    keys = max(z - a for a, z in _parts(0, how.keys, of_keys))
-    return pairs_of_fullest(sees_of(call), how.queries, how.keys, parts, how.dealt) / max(1, rows * keys)
+    if has_halo(how):
+        return largest_halo(how)[0]
+    return _most(how.keys, how.rings)
 
 
 def is_by_parts(here: Here, call: OpCall) -> bool:
@@ -236,7 +247,11 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
         if is_ring:
             deals.append(_dealt_bytes(call, 1, (1, 2)))
         found += [Exchange("all_to_all", way, nbytes=nbytes) for way in WAYS for nbytes in deals]
-    if is_ring:
+    if is_ring and has_halo(how):
+        if comes := largest_halo(how)[1][along.axis]:
+            nbytes = _keys_on_the_way(call, comes / rows_of_halo(how.text(), is_back=True))
+            found += [Exchange("send", way, nbytes=nbytes) for way in WAYS]
+    elif is_ring:
         there, home = messages_of_ring(how.text())[along.axis]
         wide = max(4, call.arguments["key"].itemsize) / call.arguments["key"].itemsize
         steps = len(steps_of(how))
@@ -313,9 +328,8 @@ def work(call: OpCall) -> tuple[str, str]:
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
     """Temporary bytes of autopar's own form, forward and backward, beyond results and gradients.
 
-    Results of several calls are merged in the dtype of accumulation, in which gradients are added up, too. In a ring
-    the next keys and values arrive meanwhile, in backward with gradients on their way. A GPU has no fused kernel for
-    float64, and none bends scores: a part of them is in memory. Counted, op by op.
+    A GPU has no fused kernel for float64, and none bends scores: a part of them is in memory. Where keys have a halo,
+    what is sent and what comes is in memory before, and with the halo's gradients behind. Counted, op by op.
     """
     if call.op != DESCRIBED and not is_by_parts(here, call):
         return 0, 0
@@ -323,16 +337,40 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     sees = sees_of(call)
     query, key, value = held[:3]
     item = call.arguments["query"].itemsize
-    width = max(query[-1], value[-1])
-    rows = item * width * math.prod(query[:-1])
-    keys = item * width * math.prod(key[:-1])
+    own = item * max(query[-1], value[-1]) * math.prod(key[:-1])
+    keys = own * keys_at_once(call, here) / max(1, key[-2])
+    is_plain_window = sees.left is not None and not (sees.chunk or sees.softcap or how.dealt or how.given[0])
+    if kind == "cpu" and is_plain_window:
+        forward, backward = _in_blocks(call, held, keys_at_once(call, here))
+    else:
+        forward, backward = _in_tiles(call, how, (held[0], keys), kind)
+    if sees.softcap is not None or (kind, call.arguments["query"].dtype) == ("cuda", "float64"):
+        scores = max(4, item) * min(SIZES.scores, math.prod(query[:-1]) * key[-2])
+        forward += 2 * scores
+        backward += 2.5 * scores
+    if has_halo(how):
+        forward = max(forward, 4 * (keys - own))
+        backward = max(backward + 2 * (keys - own), 2 * keys + 4 * (keys - own))
+    return int(forward), int(backward)
+
+
+def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float], kind: str) -> tuple[float, float]:
+    """Temporary bytes of calls of kernels, from the shape of queries and the bytes of keys.
+
+    Results of several calls are merged in the dtype of accumulation, in which gradients are added up, too. In a ring
+    the next keys and values arrive meanwhile, in backward with gradients on their way.
+    """
+    query, keys = held
+    sees = sees_of(call)
+    item = call.arguments["query"].itemsize
+    rows = item * max(query[-1], call.arguments["value"].shape[-1]) * math.prod(query[:-1])
     wide = max(4, item) / item
     is_told = how.given[0] or bool(sees.chunk)
     is_merged = bool(how.cuts or how.given[1] or sees.left)
     before = 1 - 1 / (2 * how.parts) if how.dealt == HALVES else 1.0  # share of keys before the last piece of queries
     tile = rows / 2 + 2 * before * keys if is_merged and not is_told else rows / 4 + keys / 4
     forward = rows * (wide**2 + 0.2 if is_merged and not is_told else wide * (wide - 1) + 0.3)
-    if how.rings:
+    if how.rings and not has_halo(how):
         forward += 4.6 * keys
         backward = (3 + 8 * wide) * keys + 1.1 * wide * rows
     elif is_merged or is_told:
@@ -345,11 +383,31 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
         masks, copies = _on_cpu(how, sees, item, (rows, keys))
         forward += masks
         backward += copies
-    if sees.softcap is not None or (kind, call.arguments["query"].dtype) == ("cuda", "float64"):
-        scores = wide * item * min(SIZES.scores, math.prod(query[:-1]) * key[-2])
-        forward += 2 * scores
-        backward += 2.5 * scores
-    return int(forward), int(backward)
+    return forward, backward
+
+
+def _in_blocks(call: OpCall, held: Sequence[tuple[int, ...]], keys: int) -> tuple[float, float]:
+    """Temporary bytes where queries of a window are taken block by block, with a mask for each.
+
+    Backward computes in the dtype of accumulation: it has copies of a block's five operands and its three gradients,
+    and the kernel one more tensor for keys. What one block gives is added to that of others. Counted, op by op.
+    """
+    query, key, value = held[:3]
+    left, right = sees_of(call).band
+    item = call.arguments["query"].itemsize
+    accumulate = max(4, item)
+    block = min(SIZES.block, query[-2])
+    seen = min(block + left + right, keys)
+    of_rows, of_keys = (max(query[-1], value[-1]) * math.prod(shape[:-2]) for shape in (query, key))
+    merged = of_rows * query[-2] * (query[-2] > block and accumulate > item)
+    mask = (item + 1) * block * seen
+    forward = max(mask + (accumulate - item) * merged, accumulate * merged)
+    gradients = accumulate * (block * of_rows + 3 * seen * of_keys)
+    if accumulate == item:
+        return forward, max(mask, item * block * seen + gradients)
+    copies = accumulate * (3 * block * of_rows + 2 * seen * of_keys)
+    added = (accumulate - item) * (of_rows * query[-2] + 2 * of_keys * keys)
+    return forward, accumulate * block * seen + gradients + copies + added
 
 
 def _on_cpu(how: Setup, sees: Sees, item: int, nbytes: tuple[float, float]) -> tuple[float, float]:
@@ -363,12 +421,16 @@ def _on_cpu(how: Setup, sees: Sees, item: int, nbytes: tuple[float, float]) -> t
 
 
 def kept_of_part(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:
-    """Bytes of results as they were before they went back to where rows lie."""
+    """Bytes of results as they were before they went back to where rows lie, or of a halo of keys."""
     if call.op != DESCRIBED and not is_by_parts(here, call):
         return 0
-    query, value = held[0], held[2]
-    is_dealt = bool(setup_at(here, call).dealt)
-    return is_dealt * call.arguments["query"].itemsize * math.prod(query[:-1]) * value[-1]
+    query, key, value = held[:3]
+    how = setup_at(here, call)
+    item = call.arguments["query"].itemsize
+    if has_halo(how):
+        more = keys_at_once(call, here) - key[-2]
+        return more * item * sum(math.prod(x[:-2]) * x[-1] for x in (key, value))
+    return bool(how.dealt) * item * math.prod(query[:-1]) * value[-1]
 
 
 SHARED: dict[str, Any] = dict(

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from autopar.runtime.collectives import Axis
 from autopar.runtime.dealing import Setup, deal_of, dealt, empty_rows, owners_of, room_of
+from autopar.runtime.halos import halo_op, has_halo
 from autopar.runtime.private import AttentionCall, attention_kernel, fused_attention, fused_attention_backward
-from autopar.runtime.rings import Keys, Step, messages_of_ring
+from autopar.runtime.rings import Keys, Step, axes_of_rings, messages_of_ring
 from autopar.runtime.sees import FAR, SIZES, Places, Sees, Tile, ranges_of, seen_pairs
 from autopar.runtime.wires import EXCHANGING, Exchanging, wires_of
 
@@ -48,6 +49,8 @@ def attention_on_device(
         (query,) = deal_op([query], told, setup, False, False)
         if how.rings:
             key, value = deal_op([key, value], told, setup, True, False)
+    elif has_halo(how):
+        key, value = halo_op([key, value], setup, False)
     tensors = [x for x in (query, key, value, documents, counts, sinks) if x is not None]
     out: Tensor = attention_op(tensors, setup)[0]
     return deal_op([out], told, setup, False, True)[0] if how.dealt else out
@@ -233,7 +236,7 @@ class _Attention:
 
     def _blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
         """Keys and values step by step."""
-        if not self.how.rings:
+        if len(self.keys.steps) == 1:
             yield self.keys.steps[0], key, value
             return
         for step, packed in self.keys.blocks(torch.cat([key, value], -1)):
@@ -456,7 +459,7 @@ deal_op.register_autograd(_dealt_back, setup_context=_remember_deal)
 
 
 def _rings(*arguments: Any) -> tuple[str, ...]:
-    return tuple(ring.axis for ring in Setup.of(arguments[-1]).rings)
+    return axes_of_rings(Setup.of(arguments[-1]))
 
 
 def _sent(is_back: bool, *arguments: Any) -> Iterator[tuple[str, str, int]]:

@@ -141,7 +141,7 @@ class Deal:
         self.how = how
         self.cuts = how.axes(of_keys)
         self.rows = rows = how.keys if of_keys else how.queries
-        self._lies = _coordinates(rows, self.cuts)
+        self._lies = coordinates(rows, self.cuts)
         self._goes = self._lies if owners is None else _targets(how, owners, rows, len(self.cuts) if of_keys else None)
         self._here = {cut.axis: cut.place for cut in self.cuts}
         self.stages = [] if owners is None else [self._stage(i) for i in range(len(self.cuts))]
@@ -177,7 +177,7 @@ class Deal:
         )
 
 
-def _coordinates(rows: int, cuts: Sequence[Cutting]) -> dict[str, np.ndarray]:
+def coordinates(rows: int, cuts: Sequence[Cutting]) -> dict[str, np.ndarray]:
     """For each row the place on each axis where it lies, as `part` cuts a dim."""
     offset: np.ndarray = np.arange(rows)
     size: np.ndarray = np.full(rows, rows)

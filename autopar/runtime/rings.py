@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.runtime.collectives import Axis
 from autopar.runtime.dealing import Owners, Setup, deal_of
-from autopar.runtime.sees import SIZES, Places, Sees, ranges_of
+from autopar.runtime.halos import has_halo, keys_held
 from autopar.runtime.wires import wires_of
 
 
@@ -33,33 +33,15 @@ class Step(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def steps_of(how: Setup) -> list[Step]:
-    """The steps of the rings, of which the first is this device's own; a window lets out what nobody sees.
+    """The steps of the rings, from this device's own keys on; where these have a halo, that is all.
 
     Where several axes are rings, the inner one goes to and fro, so that each step moves keys along one axis.
     """
     ways: list[tuple[int, ...]] = [()]
     for ring in how.rings:
-        there = range(ring.parts)
+        there = range(1 if has_halo(how) else ring.parts)
         ways = [(*way, i) for k, way in enumerate(ways) for i in (reversed(there) if k % 2 else there)]
-    steps = [Step(way) for way in ways]
-    if how.dealt or len(how.rings) != 1:
-        return steps
-    return [step for step in steps if step.offsets == (0,) or _is_needed(how, step.offsets[0])]
-
-
-def _is_needed(how: Setup, offset: int) -> bool:
-    """Whether any device sees keys of the device so far before it on the only ring."""
-    (ring,) = how.rings
-    places = Places.of(Sees.of(how.sees), (how.queries, how.keys), None, None)
-    queries, keys = (deal_of(how.text(), None, of_keys) for of_keys in (False, True))
-    others = [c for c in how.cuts if c.axis != ring.axis]
-    for place in range(ring.parts):
-        theirs = ranges_of(keys.held({ring.axis: (place - offset) % ring.parts}))
-        for at in itertools.product(*(range(c.parts) for c in others)):
-            here = dict(zip((c.axis for c in others), at, strict=True)) | {ring.axis: place}
-            if any(places.tiles(Sees.of(how.sees), ranges_of(queries.held(here)), theirs, SIZES.block)):
-                return True
-    return False
+    return [Step(way) for way in ways]
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,17 +58,24 @@ def messages_of_ring(setup: str) -> dict[str, tuple[int, int]]:
     return {axis: (there, home) for axis, (there, home) in found.items()}
 
 
+def axes_of_rings(how: Setup) -> tuple[str, ...]:
+    """The axes along which keys go round while they are computed with."""
+    return () if has_halo(how) else tuple(ring.axis for ring in how.rings)
+
+
 class Keys:
-    """The keys that a device reads: its own, or those of all devices of its rings, one after the other."""
+    """The keys that a device reads: its own and its halo, or those of all devices of its rings, one after the other."""
 
     def __init__(self, how: Setup, owners: Owners | None, axes: Sequence[Axis]) -> None:
         self.how = how
-        self.wires = list(wires_of((ring.axis for ring in how.rings), axes).values())
+        self.wires = list(wires_of(axes_of_rings(how), axes).values())
         self.deal = deal_of(how.text(), owners, True)
         self.steps = steps_of(how)
 
     def rows(self, step: Step) -> np.ndarray:
         """The rows of the keys that this device has at a step."""
+        if has_halo(self.how):
+            return keys_held(self.how)
         here = {
             ring.axis: (ring.place - offset) % ring.parts
             for ring, offset in zip(self.how.rings, step.offsets, strict=True)

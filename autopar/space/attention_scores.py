@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.graph.graph import call_of
-from autopar.ops.attention import keys_seen, sees_of
+from autopar.ops.attention import keys_at_once, keys_seen, sees_of
 from autopar.ops.entry import facts_of
 from autopar.ops.local import OpOnDevice
 from autopar.sharding.attention_ways import DESCRIBED
 from autopar.sharding.cost_model import Heads
 from autopar.sharding.mesh import DeviceMesh
+from autopar.sharding.strategies import Choice
 from autopar.space.chosen import Chosen
 
 _TILE = 64  # queries and keys of the squares of which a GPU computes whole ones in an attention
@@ -41,14 +42,21 @@ class AttentionScores:
         """The heads of an attention, and the share of scores that is computed."""
         call = call_of(chosen.node)
         is_causal = sees_of(call).right == 0
-        if (
-            chosen.op == DESCRIBED
-        ):  # A kernel has as much to do at a time as under a plain mask that shows as many keys.
-            length = np.minimum(length, keys_seen(call) * (2 if is_causal else 1))
+        if chosen.op == DESCRIBED:
+            length = np.array([self._keys_at_a_time(chosen, choice, is_causal) for choice in chosen.choices], float)
         cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
         # Where queries are cut, the work already counts only the scores that are computed.
         share = np.where(cut | (not is_causal) | (chosen.op == DESCRIBED), 1.0, 0.5)
         return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
+
+    def _keys_at_a_time(self, chosen: Chosen, choice: Choice, is_causal: bool) -> float:
+        """Keys of a plain mask under which a kernel has as much to do as on the fullest device."""
+        call = call_of(chosen.node)
+        here = OpOnDevice.fullest(self.mesh, choice)
+        keys = keys_at_once(call, here)
+        if self.kind == "cuda":
+            keys = -(-keys // _TILE) * _TILE
+        return min(keys, keys_seen(call, here) * (2 if is_causal else 1))
 
     def seen(self, chosen: Chosen, as_cut: tuple[str, np.ndarray] | None) -> np.ndarray | float:
         """The share of scores that the fullest device computes in a form of autopar's own, by choice."""

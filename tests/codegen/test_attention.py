@@ -21,10 +21,11 @@ import autopar
 from autopar import Cluster
 from autopar.codegen.lower import lower
 from autopar.letters import NotServed
-from autopar.ops.attention import attend_plainly
-from autopar.runtime import attention
+from autopar.ops.attention import attend, attend_plainly
+from autopar.runtime import attention, halos
 from autopar.runtime.dealing import Cutting, Setup
 from autopar.runtime.sees import Sees
+from autopar.sharding.attention_ways import ATTENTIONS
 from autopar.sharding.placement import S
 from autopar.solver import solve
 from autopar.space.setting import Setting
@@ -100,7 +101,7 @@ def test_in_a_lower_precision_they_are_as_good_as_torch(dtype):
 class Attends(nn.Module):
     """Attention alone: what its loss needs is small beside it."""
 
-    def __init__(self, width=32, heads=4, groups=4, causal=True, words=0, masked=False):
+    def __init__(self, width=32, heads=4, groups=4, causal=True, words=0, masked=False, sees=None):
         super().__init__()
         self.q, self.k, self.v, self.o = (
             nn.Linear(width, heads * 16, bias=False),
@@ -108,12 +109,13 @@ class Attends(nn.Module):
             nn.Linear(width, groups * 16, bias=False),
             nn.Linear(heads * 16, width, bias=False),
         )
-        self.heads, self.groups, self.causal, self.words, self.masked = (
+        self.heads, self.groups, self.causal, self.words, self.masked, self.sees = (
             heads,
             groups,
             causal and not masked,
             words,
             masked,
+            sees,
         )
 
     def forward(self, x, y):
@@ -124,9 +126,12 @@ class Attends(nn.Module):
         )
         places = torch.arange(x.shape[1])
         mask = (places.unsqueeze(1) - places).abs() < 5 if self.masked else None
-        h = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=self.heads != self.groups
-        )
+        if self.sees is None:
+            h = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=self.causal, enable_gqa=self.heads != self.groups
+            )
+        else:
+            h = attend(q, k, v, sees=self.sees)
         return F.mse_loss(x + self.o(h.transpose(1, 2).flatten(2)), y)
 
 
@@ -143,7 +148,7 @@ def planned(model, batch, mesh, order="S(1)@0", rings=()):
     sites = []
     for site in space.sites:
         elsewhere = [
-            site.op == "scaled_dot_product_attention"
+            site.op in ATTENTIONS
             and (
                 any(f.value != S(2) for f in c.operand(0))
                 or any((f.value == S(2)) != (axis in rings) for axis, f in enumerate(c.operand(1)))
@@ -188,6 +193,8 @@ def compare(model, batch, plan, threads):
         pytest.param(21, (2, 2), "S(1)@0, S(1)@1", (1,), {"groups": 2}, id="a ring on the minor axis"),
         pytest.param(21, (2, 2), "S(1)@0, S(1)@1", (0,), {}, id="a ring on the major axis"),
         pytest.param(21, (2, 2), "S(1)@0, S(1)@1", (0, 1), {}, id="two rings"),
+        pytest.param(42, (4,), "S(1)@0", (0,), {"sees": "left=2 right=0", "groups": 2}, id="a window"),
+        pytest.param(41, (2, 2), "S(1)@0, S(1)@1", (0, 1), {"sees": "left=2 right=0"}, id="a window on two axes"),
     ],
 )
 def test_a_cut_model_computes_what_it_computes(length, mesh, order, rings, how, threads):
@@ -233,18 +240,39 @@ def places_from(first):
     return patched
 
 
-BROKEN = {
-    "queries stand one place early": places_from(-1),
-    "calls go backward from their own sums": backward_of_its_own_sums,
+def gradients_of_a_halo_stay(patch):
+    """Gradients of keys that lie on another device are not sent."""
+    returned = halos.returned
+    patch.setattr(halos, "returned", lambda gradients, how, _: returned(gradients, how, {}))
+
+
+def halos_of_other_keys(patch):
+    """A device sends its first keys in the place of its last ones."""
+    in_message = halos._in_message
+
+    def first(message, tensors, blocks):
+        return [(x, block._replace(before=0), rows) for x, block, rows in in_message(message, tensors, blocks)]
+
+    patch.setattr(halos, "_in_message", first)
+
+
+WINDOW = {"sees": "left=2 right=0"}
+BROKEN = {  # what is wrong, the model, and the axes along which keys are cut
+    "queries stand one place early": (places_from(-1), {}, ()),
+    "calls go backward from their own sums": (backward_of_its_own_sums, {}, ()),
+    "gradients of a halo stay": (gradients_of_a_halo_stay, WINDOW, (0,)),
+    "a halo of other keys": (halos_of_other_keys, WINDOW, (0,)),
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_form_is_noticed(broken, threads, monkeypatch):
     torch.manual_seed(0)
-    model, batch = Attends().double(), batch_of(6, torch.float64)
-    plan = planned(model, batch, (2,))
-    BROKEN[broken](monkeypatch)
+    breaks, how, rings = BROKEN[broken]
+    model, batch = Attends(**how).double(), batch_of(32, torch.float64)
+    plan = planned(model, batch, (2,), rings=rings)
+    compare(model, batch, plan, threads)
+    breaks(monkeypatch)
     with pytest.raises(Unequal):
         compare(model, batch, plan, threads)
 
@@ -304,6 +332,8 @@ KEPT = [  # models, dtypes and rings; what is merged in single precision counts 
     ({"heads": 8, "groups": 2}, torch.bfloat16, ()),
     ({}, torch.float32, (0,)),
     ({"heads": 8, "groups": 2}, torch.bfloat16, (0,)),
+    ({"sees": "left=700 right=0"}, torch.float32, (0,)),
+    ({"sees": "left=255 right=0", "heads": 8, "groups": 2}, torch.bfloat16, (0,)),
 ]
 
 
@@ -331,7 +361,7 @@ def test_no_rank_holds_more_than_the_plan_says():
     torch.manual_seed(0)
     cases = []
     for how, dtype, rings in KEPT:
-        model, batch = Attends(**how).to(dtype), batch_of(1024, dtype)
+        model, batch = Attends(**how).to(dtype), batch_of(4096 if "sees" in how else 1024, dtype)
         cases.append((model, batch, planned(model, batch, (4,), rings=rings)))
     by_rank = on_processes(4, held_by, cases)
     for (*_, plan), *peaks in zip(cases, *by_rank, strict=True):

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.runtime.attention import attention_backward, attention_forward, deal
 from autopar.runtime.collectives import Axis
 from autopar.runtime.dealing import HALVES, WORK, Cutting, Deal, Setup, owners_of
-from autopar.runtime.sees import Places, Sees
+from autopar.runtime.halos import halo, has_halo
+from autopar.runtime.sees import Places, Sees, all_pairs
 from autopar.testing import on_processes, on_threads
 from tests.attended import BATCH, GROUPS, HEADS, OF_VALUES, WIDTH, drawn, eager
 
@@ -26,6 +27,7 @@ MASKS = {
     "causal": (Sees(right=0), (False, False, False), HALVES),
     "full": (Sees(), (False, False, False), ""),
     "window": (Sees(19, 0), (False, False, False), ""),
+    "wide window": (Sees(50, 0), (False, False, False), ""),
     "both ways": (Sees(9, 12), (False, False, False), ""),
     "documents": (Sees(right=0), (True, False, False), WORK),
     "documents, window": (Sees(15, 0), (True, False, False), WORK),
@@ -63,20 +65,24 @@ def ran(setup: Setup, axes, tensors, gradient):
     told, text = [x for x in (documents, counts) if x is not None], setup.text()
     of_rings = [axes[ring.axis] for ring in setup.rings]
     of_cuts = [axes[cut.axis] for cut in setup.cuts]
-    is_ring = bool(setup.rings)
 
     def moved(given, of_keys, is_back):
         own = of_rings if of_keys else of_cuts
         return deal(given, own, told, text, of_keys, is_back) if setup.dealt and own else given
 
+    def moved_keys(given, is_back):
+        if has_halo(setup):
+            return halo(given, of_rings, text, is_back)
+        return moved(given, True, is_back) if setup.rings else given
+
     (query,) = moved([query], False, False)
-    key, value = moved([key, value], True, False) if is_ring else (key, value)
+    key, value = moved_keys([key, value], False)
     given = [x for x in (query, key, value, documents, counts, sinks) if x is not None]
     out, log_sum = attention_forward(given, of_rings, text)
     (g,) = moved([gradient], False, False)
     of_query, of_key, of_value, *of_sinks = attention_backward(given, of_rings, [out, log_sum], g, text)
     (out,), (of_query,) = moved([out], False, True), moved([of_query], False, True)
-    of_key, of_value = moved([of_key, of_value], True, True) if is_ring else (of_key, of_value)
+    of_key, of_value = moved_keys([of_key, of_value], True)
     return out, of_query, of_key, of_value, *of_sinks
 
 
@@ -178,8 +184,9 @@ def sent_by_a_rank(rank: int, name: str, rings: str, dtype: torch.dtype):
     return sent, found
 
 
-@pytest.mark.parametrize("name, rings", [("causal", "a"), ("causal", ""), ("full", "a"), ("window", "a")])
-def test_what_is_sent_is_what_has_to_be(name, rings, monkeypatch):
+@pytest.fixture
+def counted(monkeypatch):
+    """What each rank sends to others is counted."""
     send = dist.all_to_all_single
 
     def counted(made, given, comes, sends, **how):
@@ -188,10 +195,14 @@ def test_what_is_sent_is_what_has_to_be(name, rings, monkeypatch):
         return send(made, given, comes, sends, **how)
 
     monkeypatch.setattr(dist, "all_to_all_single", counted)
+
+
+@pytest.mark.parametrize("name, rings", [("causal", "a"), ("causal", ""), ("full", "a")])
+def test_what_is_sent_is_what_has_to_be(name, rings, counted):
     by_rank = on_threads(RANKS, sent_by_a_rank, name, rings, torch.float32)
     rows = 96 // RANKS
     keys = 4 * BATCH * GROUPS * rows * 2 * WIDTH  # of keys and values of a device, of one width in a ring
-    steps = {"window": 1, "full": RANKS - 1, "causal": RANKS - 1}[name] if rings else 0
+    steps = RANKS - 1 if rings else 0
     for sent, _ in by_rank:
         deals = 4 + 2 * bool(rings) if MASKS[name][2] else 0  # queries, results and their gradients; keys and values
         ring = steps + 2 * steps + bool(steps)
@@ -202,16 +213,28 @@ def test_what_is_sent_is_what_has_to_be(name, rings, monkeypatch):
         assert sum(sent) - ring * keys <= most  # a row is dealt once there and once back
 
 
+@pytest.mark.parametrize("name, left", [("window", 19), ("wide window", 50)])
+def test_of_keys_in_a_window_those_alone_are_sent_that_are_seen(name, left, counted):
+    by_rank = on_threads(RANKS, sent_by_a_rank, name, "a", torch.float32)
+    rows, row = 96 // RANKS, 4 * BATCH * GROUPS * (WIDTH + OF_VALUES)
+    for rank, (sent, _) in enumerate(by_rank):
+        behind = 96 - (rank + 1) * rows  # places of the devices behind it, as far as their windows reach
+        wanted = sum(max(0, min(rows, left - first)) for first in range(0, behind, rows))
+        assert sent == [row * wanted, row * min(left, rank * rows)]  # gradients return to whence keys came
+
+
 @pytest.mark.parametrize("rings", ["", "a"])
-def test_in_half_precision_it_is_as_near_as_eager(rings):
-    name, rows = "causal", 96
+@pytest.mark.parametrize("name", ["causal", "wide window"])
+def test_in_half_precision_it_is_as_near_as_eager(name, rings):
+    rows = 96
     by_rank = on_threads(RANKS, sent_by_a_rank, name, rings, torch.bfloat16)
     *exact, gradient = drawn(rows, MASKS[name][1])
     out, gradients = {}, {}
     for dtype in (torch.float64, torch.bfloat16):
         given = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in exact[:3]]
         key, value = (x.repeat_interleave(HEADS // GROUPS, 1) for x in given[1:])
-        out[dtype] = torch.nn.functional.scaled_dot_product_attention(given[0], key, value, is_causal=True)
+        seen = all_pairs(MASKS[name][0], rows, rows)
+        out[dtype] = torch.nn.functional.scaled_dot_product_attention(given[0], key, value, seen)
         gradients[dtype] = torch.autograd.grad(out[dtype], given, gradient.to(torch.bfloat16).to(dtype))
     found = [[made[k] for _, made in by_rank] for k in range(4)]
     whole = [torch.cat(found[0], 2), torch.cat(found[1], 2)]
