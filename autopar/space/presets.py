@@ -65,7 +65,7 @@ from autopar.space.windows import BLOCK, BUCKET
 DATA = {"dp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 TENSOR = {"megatron": 1, "2d": 2, "2.5d": 3, "3d": 3}  # the number of axes of each
 APART = "dtensor"
-CONTEXT = {"context": "", RING: RING, ULYSSES: ULYSSES}  # how each divides attentions
+CONTEXT = {"context": (), RING: (RING,), ULYSSES: (ULYSSES,)}  # how each divides attentions
 HYBRID = {"hsdp": 3, "hsdp-zero1": 1, "hsdp-zero2": 2}
 _ALSO_CALLED = {"ddp": "dp", "fsdp": "zero3", "fsdp2": "zero3", "tp": "megatron", "cp": "context"}
 _ALSO_CALLED |= {"no_shard": "dp", "shard_grad_op": "zero2", "full_shard": "zero3"}  # FSDP1's strategies
@@ -88,7 +88,7 @@ class AxisRoles:
     styles: Mapping[str, str] | None = None  # how layers are cut along the tensor axis, in place of a mode's own way
     experts: tuple[int, ...] = ()  # data axes along which each device has experts of its own
     context: tuple[int, ...] = ()  # axes that cut the sequence
-    how: str = ""  # how these divide attentions; "": as is cheapest
+    how: tuple[str, ...] = ()  # how each of these divides attentions; none: as is cheapest
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
     tensor = roles.tensor if roles.mode == "megatron" else ()
     habits = (between, "apart") if roles.apart else (between,)
     of_inputs = itertools.chain(itertools.product(roles.rows, ["rows"]), itertools.product(roles.context, ["context"]))
-    ways = tuple((axis, roles.how) for axis in roles.context)
+    ways = tuple(itertools.zip_longest(roles.context, roles.how, fillvalue=""))
     return Preset(pins, (*of_inputs, *itertools.product(tensor, habits)), wishes, ways)
 
 
@@ -191,8 +191,18 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
         styles,
         experts,
         of_context,
-        context.get("how", ""),
+        _ways(context, of_context, mesh),
     )
+
+
+def _ways(context: Mapping[str, Any], axes: Sequence[int], mesh: DeviceMesh) -> tuple[str, ...]:
+    """How each axis of context divides attentions: a way for all of them, or one for each."""
+    said = context.get("how", ())
+    ways = (said,) * len(axes) if isinstance(said, str) else tuple(said)
+    if ways and len(ways) != len(axes):
+        names = ", ".join(f"{mesh.axes[a]}={mesh.shape[a]}" for a in axes)
+        raise BadPreset(f"parallel says how={said!r} of {len(axes)} axes of context", seen=f"context: {names}")
+    return ways
 
 
 def _last_of(axes: Sequence[int], parts: int, mesh: DeviceMesh, what: str) -> tuple[int, ...]:
@@ -251,7 +261,7 @@ def _named(name: str, mesh: DeviceMesh, real: Sequence[int]) -> AxisRoles:
     if name in HYBRID:
         return AxisRoles(tuple(real), HYBRID[name], stored=tuple(real[-1:]))
     if name in CONTEXT:
-        return AxisRoles((), context=tuple(real), how=CONTEXT[name])
+        return AxisRoles((), context=tuple(real), how=CONTEXT[name] * len(real))
     if name not in (*TENSOR, APART):
         known = (*DATA, *HYBRID, *CONTEXT, *TENSOR, APART, *_ALSO_CALLED)
         raise BadPreset(f"no preset is called {name!r}", seen=among(known, name))
@@ -301,12 +311,14 @@ def _parts(parallel: Any, mesh: DeviceMesh) -> list[Mapping[str, Any]]:
 def _check_words(key: str, part: Mapping[str, Any], said: Any) -> None:
     numbers = [part.get("size", 1 if key == "data" else 0), part.get("zero", 1), part.get("replicas", 1)]
     is_wrong = any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or numbers[0] < 1
-    if is_wrong or set(part) - set(_WORDS[key]) or part.get("how", RING) not in WAYS:
+    how = part.get("how", RING)
+    is_known = isinstance(how, (str, tuple, list)) and set([how] if isinstance(how, str) else how) <= set(WAYS)
+    if is_wrong or set(part) - set(_WORDS[key]) or not is_known:
         raise BadPreset(
             f"parallel says {key}={said!r}",
             advice=(
                 'data=2, data=dict(size=2, zero=3), tensor=4, tensor=dict(size=4, mode="megatron", sequence=True), '
-                'context=4 or context=dict(size=4, how="ring"), "gather" or "ulysses"'
+                'context=4 or context=dict(size=4, how="ring"), "gather" or "ulysses", or one for each of its axes'
             ),
         )
 
