@@ -170,7 +170,8 @@ def _parts(start: int, size: int, parts: tuple[int, ...]) -> Iterator[tuple[int,
 
 def _most(rows: int, cuts: Sequence[Cutting]) -> int:
     """The rows of the device that has most of them as they lie."""
-    return max(z - a for a, z in _parts(0, rows, tuple(cut.parts for cut in cuts)))
+    parts = tuple(cut.parts for cut in cuts)
+    return max(z - a for a, z in _parts(0, rows, parts))
 
 
 def scores(call: OpCall, here: Here) -> float:
@@ -183,7 +184,7 @@ def keys_at_once(call: OpCall, here: Here) -> int:
     how = setup_at(here, call)
     if has_halo(how):
         return largest_halo(how)[0]
-    return _most(how.keys, how.rings)
+    return _most(how.keys, how.rings[:1])  # Others are gathered in each step of a ring.
 
 
 def is_by_parts(here: Here, call: OpCall) -> bool:
@@ -252,14 +253,27 @@ def exchanged(call: OpCall, along: Along | None = None) -> tuple[Exchange, ...]:
             nbytes = _keys_on_the_way(call, comes / rows_of_halo(how.text(), is_back=True))
             found += [Exchange("send", way, nbytes=nbytes) for way in WAYS]
     elif is_ring:
-        there, home = messages_of_ring(how.text())[along.axis]
-        wide = max(4, call.arguments["key"].itemsize) / call.arguments["key"].itemsize
-        steps = len(steps_of(how))
-        back = _keys_on_the_way(call, (1 + wide) / 2)
-        found.append(Exchange("send", FORWARD, there, nbytes=_keys_on_the_way(call, 1), beside=there / steps))
-        found.append(Exchange("send", BACKWARD, 2 * there, nbytes=back, beside=there / steps))
-        found.append(Exchange("send", BACKWARD, home, nbytes=_keys_on_the_way(call, wide)))
+        found += _on_the_way(call, how, along)
     return tuple(found)
+
+
+def _on_the_way(call: OpCall, how: Setup, along: Along) -> Iterator[Exchange]:
+    """Keys that go round, or are gathered in each step; in backward their gradients as well."""
+    steps = len(steps_of(how))
+    wide = max(4, call.arguments["key"].itemsize) / call.arguments["key"].itemsize
+    parts = {ring.axis: ring.parts for ring in how.rings}
+    later = math.prod(list(parts.values())[list(parts).index(along.axis) :])
+    # Sizes of messages where the axis does not cut them, in keys and values of a device.
+    shares = {"send": 1, "all_gather": later, "all_to_all": later * parts[along.axis]}
+    for m in messages_of_ring(how.text())[along.axis]:
+        block = shares[m.kind]
+        ways = (FORWARD, m.forward, block), (BACKWARD, m.backward, block), (BACKWARD, m.home, wide * block)
+        for way, (beside, in_line), share in ways:
+            nbytes = _keys_on_the_way(call, share)
+            if beside:
+                yield Exchange(m.kind, way, beside, nbytes=nbytes, beside=beside / steps)
+            if in_line:
+                yield Exchange(m.kind, way, in_line, nbytes=nbytes)
 
 
 def _dealt_bytes(call: OpCall, rows_of: int, widths_of: Sequence[int]) -> _BytesOf:
@@ -343,7 +357,7 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     if kind == "cpu" and is_plain_window:
         forward, backward = _in_blocks(call, held, keys_at_once(call, here))
     else:
-        forward, backward = _in_tiles(call, how, (held[0], keys), kind)
+        forward, backward = _in_tiles(call, how, (held[0], keys, own), kind)
     if sees.softcap is not None or (kind, call.arguments["query"].dtype) == ("cuda", "float64"):
         scores = max(4, item) * min(SIZES.scores, math.prod(query[:-1]) * key[-2])
         forward += 2 * scores
@@ -354,13 +368,14 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     return int(forward), int(backward)
 
 
-def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float], kind: str) -> tuple[float, float]:
+def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float, int], kind: str) -> tuple[float, float]:
     """Temporary bytes of calls of kernels, from the shape of queries and the bytes of keys.
 
-    Results of several calls are merged in the dtype of accumulation, in which gradients are added up, too. In a ring
-    the next keys and values arrive meanwhile, in backward with gradients on their way.
+    These are all that a kernel reads at once, and those that lie on the device. Results of several calls are merged in
+    the dtype of accumulation, in which gradients are added up, too. In a ring the next keys and values arrive
+    meanwhile, in backward with gradients on their way.
     """
-    query, keys = held
+    query, keys, own = held
     sees = sees_of(call)
     item = call.arguments["query"].itemsize
     rows = item * max(query[-1], call.arguments["value"].shape[-1]) * math.prod(query[:-1])
@@ -373,6 +388,10 @@ def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float], kin
     if how.rings and not has_halo(how):
         forward += 4.6 * keys
         backward = (3 + 8 * wide) * keys + 1.1 * wide * rows
+        if len(how.rings) > 1:
+            padded = 2 * keys * bool(how.keys % how.parts)  # Parts are gathered in one size, and cut.
+            forward += padded + 6 * own
+            backward += padded + 4 * own + (keys + own if len(steps_of(how)) > 2 else -keys)
     elif is_merged or is_told:
         backward = max((wide - 1) * (rows + 2 * keys) + tile, (wide > 1) * (wide * rows + 2 * (wide - 1) * keys))
     else:

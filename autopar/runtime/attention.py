@@ -11,9 +11,8 @@ Backward is written by hand, as these functions are kernels of custom ops.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from autopar.runtime.collectives import Axis
 from autopar.runtime.dealing import Setup, deal_of, dealt, empty_rows, owners_of, room_of
 from autopar.runtime.halos import halo_op, has_halo
 from autopar.runtime.private import AttentionCall, attention_kernel, fused_attention, fused_attention_backward
-from autopar.runtime.rings import Keys, Step, axes_of_rings, messages_of_ring
+from autopar.runtime.rings import Homing, Keys, Step, axes_of_rings, messages_of_ring
 from autopar.runtime.sees import FAR, SIZES, Places, Sees, Tile, ranges_of, seen_pairs
 from autopar.runtime.wires import EXCHANGING, Exchanging, wires_of
 
@@ -198,10 +197,9 @@ class _Attention:
         given = self.given
         q, k, v, g, o = _of_one_width(given.query, given.key, given.value, gradient, out)
         of_query = _Parts(q.shape, self.wide, q)
-        comes: Callable[[], Tensor] | None = None
         halves: Sequence[Tensor] = ()
-        steps = self.keys.steps
-        for (step, keys, values), after in itertools.zip_longest(self._blocks(k, v), steps[1:]):
+        homing = Homing(self.keys)
+        for step, keys, values in self._blocks(k, v):
             own = [_Parts(x.shape, self.wide, x) for x in (keys, values)]
             for tile in self.tiles(step):
                 found = self._attend_backward(tile, (g, q, keys, values, o), log_sum)
@@ -209,18 +207,14 @@ class _Attention:
                 for parts, x in zip(own, found[1:], strict=True):
                     parts.add(tile.of_keys, x)
                 del found
-            if len(steps) == 1:
+            if len(self.keys.steps) == 1:
                 halves = [own.pop(0).found() for _ in range(2)]
                 break
-            packed = torch.cat([parts.total() for parts in own], -1)
+            totals = [parts.total() for parts in own]
             own.clear()
-            if comes is not None:
-                packed.add_(comes())
-                comes = None  # It holds what was sent.
-            comes = self.keys.move(packed, step, after or steps[0])
-            del packed
-        if comes is not None:
-            halves = comes().split(k.shape[-1], -1)
+            homing.take(totals, step)
+        if not halves:
+            halves = homing.home().split(k.shape[-1], -1)
         if (missing := k.shape[-2] - halves[0].shape[-2]) > 0:
             halves = [F.pad(x, (0, 0, 0, missing)) for x in halves]
         wide = [of_query.found(), *halves]
@@ -463,8 +457,9 @@ def _rings(*arguments: Any) -> tuple[str, ...]:
 
 
 def _sent(is_back: bool, *arguments: Any) -> Iterator[tuple[str, str, int]]:
-    for axis, (there, home) in messages_of_ring(arguments[-1]).items():
-        yield axis, "send", 2 * there + home if is_back else there
+    for axis, messages in messages_of_ring(arguments[-1]).items():
+        for m in messages:
+            yield axis, m.kind, sum(m.backward) + sum(m.home) if is_back else sum(m.forward)
 
 
 def _cuts(tensors: Any, told: Any, setup: str, of_keys: bool, is_back: bool) -> tuple[str, ...]:

@@ -70,6 +70,40 @@ class Wire:
 
         return wait
 
+    def collected(self, x: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        """Begin to bring the rows of all devices, so many of each, one device after the other."""
+        if self.axis is None:
+            others = rehearsal.held_by_all(x, "all_gather")
+            return lambda: torch.cat(others)
+        most = max(counts)
+        sent = x.contiguous() if len(x) == most else torch.cat([x, x.new_empty((most - len(x), *x.shape[1:]))])
+        made = x.new_empty((len(counts) * most, *x.shape[1:]))
+        work = gather_into(made, sent, group=self.axis.group, async_op=True)
+
+        def wait(_: Tensor = sent) -> Tensor:
+            wait_for(work)
+            parts = zip(made.split(most), counts, strict=True)
+            return made if min(counts) == most else torch.cat([part[:n] for part, n in parts])
+
+        return wait
+
+    def shared_out(self, x: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        """Begin to sum rows over all devices, of which each gets so many, one device after the other."""
+        own = counts[self.index]
+        if self.axis is None:
+            parts = rehearsal.rows_of_all(x, counts).unflatten(0, (len(counts), own))
+            return lambda: parts.sum(0)
+        made = x.new_empty((len(counts), own, *x.shape[1:]))
+        sent = x.contiguous()
+        flat = made.flatten(0, 1), sent, [own] * len(counts), list(counts)
+        work = dist.all_to_all_single(*flat, group=self.axis.group, async_op=True)
+
+        def wait(_: Tensor = sent) -> Tensor:
+            wait_for(work)
+            return made.sum(0)
+
+        return wait
+
     def _to(self, other: int, x: Tensor) -> list[int]:
         assert self.axis is not None
         return [x.numel() if i == other else 0 for i in range(self.axis.size)]

@@ -1,11 +1,14 @@
 """The ops that are attention, and the ways in which an axis may divide an attention along its sequence.
 
-ring       queries and keys are cut, and keys go round
+ring       queries and keys are cut, and keys go round along the first such axis; along others they are gathered in
+           each step
 gather     queries are cut, and every device has all keys
 ulysses    heads are cut, each of which has the whole sequence
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from autopar.sharding.strategies import Strategy
 
@@ -13,6 +16,7 @@ PLAIN = "scaled_dot_product_attention"  # torch's own, whose mask is a tensor, o
 DESCRIBED = "attention"  # the op whose mask is a description
 ATTENTIONS = (PLAIN, DESCRIBED)
 RING, GATHER, ULYSSES = WAYS = ("ring", "gather", "ulysses")
+STEPWISE = "stepwise"
 
 
 def way_of(strategy: Strategy, dims: int) -> str:
@@ -23,3 +27,10 @@ def way_of(strategy: Strategy, dims: int) -> str:
     if queries.dim == dims - 2:
         return RING if keys.is_shard else GATHER
     return ULYSSES if dims > 3 and queries.dim == dims - 3 else ""
+
+
+def ways_of(strategies: Sequence[Strategy], dims: int) -> list[str]:
+    """The way of an attention along each axis, where `STEPWISE` is a ring inside another one."""
+    ways = [way_of(strategy, dims) for strategy in strategies]
+    first = ways.index(RING) if RING in ways else len(ways)
+    return [STEPWISE if way == RING and axis > first else way for axis, way in enumerate(ways)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.graph.layers import folded
-from autopar.sharding.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
+from autopar.sharding.attention_ways import ATTENTIONS, GATHER, RING, STEPWISE, ULYSSES, ways_of
 from autopar.sharding.placement import Placement
 from autopar.sharding.strategies import Choice
 from autopar.solver.decision import Decision, Regathered
@@ -80,7 +80,7 @@ def use_of(plan: Plan, axis: int) -> AxisUse:
     tenths = {cut: _tenths(s / total) for cut, s in seconds.items()}
     experts, in_parts = _experts_along(plan, axis)
     stored, is_regathered = _stored_along(plan, axis, in_parts)
-    is_sequence = tenths.get("positions", 0) > tenths.get("weights", 0) or way in (RING, GATHER)
+    is_sequence = tenths.get("positions", 0) > tenths.get("weights", 0) or way in (RING, GATHER, STEPWISE)
     return AxisUse(
         tenths.get("rows", 0),
         tenths.get("positions", 0),
@@ -95,6 +95,7 @@ def use_of(plan: Plan, axis: int) -> AxisUse:
 
 _OF_SEQUENCES = {
     RING: "context parallel (keys in a ring)",
+    STEPWISE: "context parallel (keys gathered in each step)",
     GATHER: "context parallel (keys gathered)",
     ULYSSES: "sequence parallel (heads inside attention: Ulysses)",
 }
@@ -106,7 +107,7 @@ def _way_along(plan: Plan, axis: int) -> str:
     for d in plan.decisions.values():
         if d.op in ATTENTIONS and d.outputs:
             dims = d.outputs[0].count(",") + 1
-            seconds[way_of(d.choice.strategies[axis], dims)] += d.seconds or 1e-12
+            seconds[ways_of(d.choice.strategies, dims)[axis]] += d.seconds or 1e-12
     return max(seconds, key=seconds.__getitem__, default="")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from autopar.graph.layers import folded
 from autopar.letters import BadPlan
-from autopar.sharding.attention_ways import ATTENTIONS, GATHER, RING, ULYSSES, way_of
+from autopar.sharding.attention_ways import ATTENTIONS, GATHER, RING, STEPWISE, ULYSSES, ways_of
 from autopar.sharding.certainty import resolution
 from autopar.sharding.convert import Step
 from autopar.sharding.mesh import DeviceMesh
@@ -467,11 +467,16 @@ def _ways_in_words(plan: Plan, name: str, choice: Choice) -> list[str]:
         return []
     dims = d.outputs[0].count(",") + 1
     along = [""] * len(plan.mesh.shape) if len(plan.mesh.shape) == 1 else [f" over {axis}" for axis in plan.mesh.axes]
-    ways = [way_of(strategy, dims) for strategy in choice.strategies]
-    return [f"{_IN_WORDS[way]}{where}" for way, where in zip(ways, along, strict=True) if way]
+    ways = zip(ways_of(choice.strategies, dims), along, strict=True)
+    return [f"{_IN_WORDS[way]}{where}" for way, where in ways if way]
 
 
-_IN_WORDS = {RING: "keys in a ring", GATHER: "keys gathered", ULYSSES: "heads cut, as Ulysses"}
+_IN_WORDS = {
+    RING: "keys in a ring",
+    STEPWISE: "keys gathered in each step",
+    GATHER: "keys gathered",
+    ULYSSES: "heads cut, as Ulysses",
+}
 
 
 # -- figures and columns

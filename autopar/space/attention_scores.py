@@ -42,9 +42,12 @@ class AttentionScores:
         """The heads of an attention, and the share of scores that is computed."""
         call = call_of(chosen.node)
         is_causal = sees_of(call).right == 0
-        if chosen.op == DESCRIBED:
-            length = np.array([self._keys_at_a_time(chosen, choice, is_causal) for choice in chosen.choices], float)
         cut = as_cut[1] if as_cut is not None else np.zeros(len(chosen.choices), bool)
+        is_own = cut | (chosen.op == DESCRIBED)
+        length = np.array(
+            [self._keys_at_a_time(chosen, choice, is_causal) if own else plain
+             for choice, own, plain in zip(chosen.choices, is_own, length, strict=True)], float
+        )  # fmt: skip
         # Where queries are cut, the work already counts only the scores that are computed.
         share = np.where(cut | (not is_causal) | (chosen.op == DESCRIBED), 1.0, 0.5)
         return Heads(chosen.operands[0].shape[-1], length, share, is_causal)
@@ -56,6 +59,8 @@ class AttentionScores:
         keys = keys_at_once(call, here)
         if self.kind == "cuda":
             keys = -(-keys // _TILE) * _TILE
+        if chosen.op != DESCRIBED:
+            return keys
         return min(keys, keys_seen(call, here) * (2 if is_causal else 1))
 
     def seen(self, chosen: Chosen, as_cut: tuple[str, np.ndarray] | None) -> np.ndarray | float:

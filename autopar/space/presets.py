@@ -126,7 +126,7 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
     tensor = roles.tensor if roles.mode == "megatron" else ()
     habits = (between, "apart") if roles.apart else (between,)
     of_inputs = itertools.chain(itertools.product(roles.rows, ["rows"]), itertools.product(roles.context, ["context"]))
-    ways = tuple(itertools.zip_longest(roles.context, roles.how, fillvalue=""))
+    ways = tuple(zip(roles.context, roles.how or ("",) * len(roles.context), strict=True))
     return Preset(pins, (*of_inputs, *itertools.product(tensor, habits)), wishes, ways)
 
 
@@ -196,7 +196,7 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
 
 
 def _ways(context: Mapping[str, Any], axes: Sequence[int], mesh: DeviceMesh) -> tuple[str, ...]:
-    """How each axis of context divides attentions: a way for all of them, or one for each."""
+    """The way in which each axis of context divides attentions; none where nothing is said."""
     said = context.get("how", ())
     ways = (said,) * len(axes) if isinstance(said, str) else tuple(said)
     if ways and len(ways) != len(axes):

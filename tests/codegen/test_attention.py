@@ -328,6 +328,8 @@ def test_no_tensor_of_a_long_sequence_is_a_square(kind, how, length):
 
 
 KEPT = [  # models, dtypes and rings; what is merged in single precision counts most in half precision
+    ({}, torch.float32, (0, 1)),
+    ({"heads": 8, "groups": 2}, torch.bfloat16, (0, 1)),
     ({}, torch.float32, ()),
     ({"heads": 8, "groups": 2}, torch.bfloat16, ()),
     ({}, torch.float32, (0,)),
@@ -362,7 +364,8 @@ def test_no_rank_holds_more_than_the_plan_says():
     cases = []
     for how, dtype, rings in KEPT:
         model, batch = Attends(**how).to(dtype), batch_of(4096 if "sees" in how else 1024, dtype)
-        cases.append((model, batch, planned(model, batch, (4,), rings=rings)))
+        on_two = ((2, 2), "S(1)@0, S(1)@1") if len(rings) > 1 else ((4,), "S(1)@0")
+        cases.append((model, batch, planned(model, batch, *on_two, rings=rings)))
     by_rank = on_processes(4, held_by, cases)
     for (*_, plan), *peaks in zip(cases, *by_rank, strict=True):
         assert 0.98 <= plan.peak_bytes / max(peaks) <= 1.2
