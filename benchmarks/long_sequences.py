@@ -2,11 +2,13 @@
 
 python -m benchmarks.long_sequences            # the table of benchmarks/long_sequences.md
 python -m benchmarks.long_sequences ways       # each way of cutting a sequence, in a node and between nodes
+python -m benchmarks.long_sequences axes       # each pair of ways between nodes and inside them
 python -m benchmarks.long_sequences published  # steps that torchtitan published
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -17,6 +19,7 @@ import torch
 import transformers
 
 import autopar
+from autopar.sharding.attention_ways import ways_of
 
 RATE = 328e12  # FLOP/s of a causal attention on an H100, as its cluster file has it for 16,384 places
 
@@ -154,5 +157,28 @@ def ways() -> None:
         print(f"| {name} | {' | '.join(steps)} |", flush=True)
 
 
+LONGEST = next(case for case in CASES if case.mesh == (8, 8) and case.rows == 4)
+
+
+def axes() -> None:
+    """Steps of 4 x 128k of LLaMA-8B's shape on eight nodes of eight, by heads with keys and ways of both axes."""
+    print("| heads with keys | between nodes | inside | step ms | attention ms a layer | GiB |\n|" + " --- |" * 6)
+    for heads in (2, 8):
+        case = LONGEST._replace(sizes=LLAMA | dict(num_key_value_heads=heads))
+        for pair in [None, *itertools.product(("ring", "gather", "ulysses"), repeat=2)]:
+            context = {"size": 64, "how": pair}
+            parallel = {"data": {"size": 1, "zero": 3}, "context": context} if pair else None
+            try:
+                plan = planned(case._replace(parallel=parallel))
+            except autopar.AutoparError as e:  # Heads do not suffice.
+                print(f"| {heads} | {' | '.join(pair or ())} | - | - | {str(e).splitlines()[0]} |", flush=True)
+                continue
+            found = [d for d in plan.decisions.values() if d.op == "scaled_dot_product_attention"]
+            said = " | ".join(ways_of(found[0].choice.strategies, 4)) + (" (free plan)" if pair is None else "")
+            milliseconds, _ = attention_of(plan)
+            print(f"| {heads} | {said} | {1e3 * plan.step_time_s:.0f} | {milliseconds:.1f} "
+                  f"| {plan.peak_bytes / 2**30:.1f} |", flush=True)  # fmt: skip
+
+
 if __name__ == "__main__":
-    {"published": published, "ways": ways}.get(" ".join(sys.argv[1:]), table)()
+    {"published": published, "ways": ways, "axes": axes}.get(" ".join(sys.argv[1:]), table)()

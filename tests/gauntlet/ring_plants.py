@@ -36,8 +36,8 @@ def gradients_stay(patch: Patch) -> None:
     """The sums of gradients do not go home after the last step."""
     move = Keys.move
 
-    def broken(self: Any, x: Tensor, step: Any, to: Any, dim: int = -2) -> Callable[[], Tensor]:
-        return (lambda: x) if to is self.steps[0] else move(self, x, step, to, dim)
+    def broken(self: Any, x: Tensor, step: Any, to: Any) -> Callable[[], Tensor]:
+        return (lambda: x) if to is self.steps[0] else move(self, x, step, to)
 
     patch.setattr(Keys, "move", broken)
 

@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar import DeviceMesh
 from autopar.letters import BadPreset
+from autopar.sharding.attention_ways import ways_of
 from autopar.testing import Equality
 from tests.training import whole
 
@@ -63,6 +64,7 @@ TRAINED = {
     "gather and megatron": (dict(tensor=2, context=dict(size=2, how="gather")), (1, 2, 2), (2, 8)),
     "ulysses and zero3": (dict(data=dict(size=2, zero=3), context=dict(size=2, how="ulysses")), (2, 2, 1), (2, 12)),
     "ring and zero3, uneven": (dict(data=dict(size=1, zero=3), context=dict(size=3, how="ring")), (1, 3, 1), (1, 13)),
+    "a ring, gathered inside": (dict(context=dict(size=4, how=("ring", "ring"))), (2, 2, 1), (1, 13)),
     "three axes": (dict(data=2, tensor=2, context=2), (2, 2, 2), (2, 8)),
 }
 
@@ -125,6 +127,23 @@ def test_the_plan_says_how_a_sequence_is_cut(how):
     assert str(planned(dict(context=dict(size=2, how=how)), (1, 2, 1))).splitlines()[2].split(None, 1)[1] == WORDS[how]
 
 
+@pytest.mark.parametrize("keys, words", [(2, ("ring", "stepwise")), (8, ("ulysses", "ring"))])
+def test_keys_of_few_heads_go_round_between_nodes_and_are_gathered_inside(keys, words):
+    """Heads cannot be cut between nodes where few have keys of their own; else that is faster."""
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32,
+        num_key_value_heads=keys, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = transformers.LlamaForCausalLM(config), torch.empty(4, 131072, dtype=torch.int64)
+    plan = autopar.plan(
+        model, {"input_ids": ids, "labels": ids}, mesh=(8, 8), cluster="h100-8x8", precision="bf16",
+        memory_budget="inf", assume=autopar.Assume(no_padding=True),
+    )  # fmt: skip
+    (d,) = (d for d in plan.decisions.values() if "attention" in d.op)
+    assert tuple(ways_of(d.choice.strategies, 4)) == words
+
+
 def test_the_other_ways_are_rivals():
     plan = planned("ring", (1, 2, 1))
     free = planned(None, (1, 2, 1))
@@ -152,6 +171,7 @@ def test_a_batch_of_one_row_has_a_rival_that_cuts_its_sequence():
         (dict(context=3), (1, 2, 1), {}, "speaks of 1 x 3 x 1 devices, the mesh has 2"),
         (dict(data=3, context=2), (2, 3, 1), {}, "divides the sequence into 2"),
         (dict(context=dict(size=2, how="striped")), (1, 2, 1), {}, "'how': 'striped'.*\"gather\" or \"ulysses\""),
+        (dict(context=dict(size=2, how=("ring", "gather"))), (1, 2, 1), {}, "of 1 axes of context.*cp=2"),
         ("dp", (2, 1, 1), {"inputs": batch(1, 16)}, "cannot share the 1 rows.*data=1, context=2"),
         ("zero3", (2, 1, 1), {"inputs": batch(1, 16)}, "data=dict\\(size=1, zero=3\\), context=2"),
     ],
