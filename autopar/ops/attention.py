@@ -398,6 +398,9 @@ def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float, int]
         backward = 1.15 * rows
     if how.dealt:  # What went back to where rows lie is free by then: the results as they were dealt are kept.
         backward = max(0.0, backward - rows)
+    if kind == "cuda" and is_told and how.cuts:  # Segments are brought end to end.
+        forward += rows + 2 * keys
+        backward += 3 * rows + 2 * keys
     if kind == "cpu":
         masks, copies = _on_cpu(how, sees, item, (rows, keys))
         forward += masks

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,18 @@ from torch import Tensor
 from autopar.runtime.collectives import Axis
 from autopar.runtime.dealing import Setup, deal_of, dealt, empty_rows, owners_of, room_of
 from autopar.runtime.halos import halo_op, has_halo
-from autopar.runtime.private import AttentionCall, attention_kernel, fused_attention, fused_attention_backward
+from autopar.runtime.merged import MergedRows, Parts
+from autopar.runtime.private import (
+    AttentionCall,
+    attention_kernel,
+    fused_attention,
+    fused_attention_backward,
+    segmented_attention,
+    segmented_attention_backward,
+)
 from autopar.runtime.rings import Homing, Keys, Step, axes_of_rings, messages_of_ring
 from autopar.runtime.sees import FAR, SIZES, Places, Sees, Tile, ranges_of, seen_pairs
+from autopar.runtime.segments import Rows, Segments, segments_of, window_of
 from autopar.runtime.wires import EXCHANGING, Exchanging, wires_of
 
 GROUPED = ("cpu", "flash")  # kernels that take fewer heads of keys than of queries
@@ -96,63 +105,6 @@ class Given:
 # -- what a device computes
 
 
-class _Parts:
-    """What calls on tiles give, put together in the dtype of accumulation; one call on all stays as it is."""
-
-    def __init__(self, shape: Sequence[int], wide: torch.dtype, like: Tensor) -> None:
-        self.shape = tuple(shape)
-        self.wide = wide
-        self.like = like
-        self.whole: Tensor | None = None
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether this is the first part, and all of it."""
-        if self.whole is None and x.shape == self.shape:
-            self.whole = x
-            return True
-        return False
-
-    def total(self) -> Tensor:
-        """The tensor to which parts are added."""
-        if self.whole is None:
-            self.whole = empty_rows(self.like, self.shape[2], self.shape[3], self.wide).zero_()
-        self.whole = self.whole.to(self.wide)
-        return self.whole
-
-    def found(self) -> Tensor:
-        """All parts together; zeros where there are none."""
-        return self.total() if self.whole is None else self.whole
-
-    def add(self, where: tuple[slice, ...], x: Tensor) -> None:
-        if not self.takes(x):
-            self.total()[where] += x
-
-
-class _Rows(_Parts):
-    """Results of calls on ranges of keys, merged by the log-sum-exps of their rows."""
-
-    def __init__(self, shape: Sequence[int], wide: torch.dtype, like: Tensor) -> None:
-        super().__init__(shape, wide, like)
-        self.log_sum = torch.full(self.shape[:-1], -torch.inf, dtype=wide, device=like.device)
-
-    def merge(self, tile: Tile, out: Tensor, log_sum: Tensor) -> None:
-        """Add what a call gives for some of the rows."""
-        if self.takes(out):
-            self.log_sum = log_sum
-            return
-        rows = self.total()[tile.of_queries]
-        before = self.log_sum[tile.of_queries]
-        after = torch.logaddexp(before, log_sum)
-        rows.mul_((before - after).exp_().unsqueeze(-1))
-        rows.addcmul_(out.to(self.wide), (log_sum - after).exp_().unsqueeze(-1))
-        self.log_sum[tile.of_queries] = after
-
-    def add_sinks(self, sinks: Tensor) -> None:
-        after = torch.logaddexp(self.log_sum, sinks.to(self.log_sum.dtype)[:, None])
-        self.total().mul_((self.log_sum - after).exp_().unsqueeze(-1))
-        self.log_sum = after
-
-
 class _Attention:
     """One call on one device."""
 
@@ -173,6 +125,13 @@ class _Attention:
         block = SIZES.block if self.kernel != "flash" else FAR
         return self.places.tiles(self.sees, self.queries, ranges_of(self.keys.rows(step)), block)
 
+    def calls(self, step: Step) -> Iterable[Segments]:
+        """The calls of kernels for a step."""
+        if self.kernel != "flash":
+            return (Segments([tile], window_of(tile)) for tile in self.tiles(step))
+        batch, _, rows, _ = self.given.query.shape
+        return segments_of(self.tiles(step), batch, rows)
+
     @functools.cached_property
     def kernel(self) -> str:
         if self.sees.softcap is not None:
@@ -183,10 +142,13 @@ class _Attention:
         """The output, and the log-sum-exps of rows."""
         given = self.given
         q, k, v = _of_one_width(given.query, given.key, given.value)
-        found = _Rows(q.shape, self.wide, q)
+        found = MergedRows(q.shape, self.wide, q)
         for step, keys, values in self._blocks(k, v):
-            for tile in self.tiles(step):
-                found.merge(tile, *self._attend(tile, q, keys, values))
+            for tiles in self.calls(step):
+                if len(tiles.tiles) > 1:
+                    found.merge_rows(*self._attend_together(tiles, q, keys, values))
+                else:
+                    found.merge(tiles.tiles[0], *self._attend(tiles.tiles[0], q, keys, values))
         if given.sinks is not None:
             found.add_sinks(given.sinks)
         out = found.found()[..., : given.value.shape[-1]]
@@ -196,17 +158,13 @@ class _Attention:
         """Gradients of queries, keys, values and sinks."""
         given = self.given
         q, k, v, g, o = _of_one_width(given.query, given.key, given.value, gradient, out)
-        of_query = _Parts(q.shape, self.wide, q)
+        of_query = Parts(q.shape, self.wide, q)
         halves: Sequence[Tensor] = ()
         homing = Homing(self.keys)
         for step, keys, values in self._blocks(k, v):
-            own = [_Parts(x.shape, self.wide, x) for x in (keys, values)]
-            for tile in self.tiles(step):
-                found = self._attend_backward(tile, (g, q, keys, values, o), log_sum)
-                of_query.add(tile.of_queries, found[0])
-                for parts, x in zip(own, found[1:], strict=True):
-                    parts.add(tile.of_keys, x)
-                del found
+            own = [Parts(x.shape, self.wide, x) for x in (keys, values)]
+            for tiles in self.calls(step):
+                self._go_back(tiles, (g, q, keys, values, o, log_sum), (of_query, *own))
             if len(self.keys.steps) == 1:
                 halves = [own.pop(0).found() for _ in range(2)]
                 break
@@ -228,6 +186,31 @@ class _Attention:
             made.append(-(dots * shares).sum((0, 2)).to(given.sinks.dtype))
         return made
 
+    def _go_back(self, call: Segments, tensors: Sequence[Tensor], parts: Sequence[Parts]) -> None:
+        """Add a call's share of the gradients of queries, keys and values."""
+        if len(call.tiles) == 1:
+            (tile,) = call.tiles
+            found = self._attend_backward(tile, tensors[:5], tensors[5])
+            for part, where, x in zip(parts, (tile.of_queries, tile.of_keys, tile.of_keys), found, strict=True):
+                part.add(where, x)
+            return
+        g, q, k, v, o, log_sum = tensors
+        of_queries = call.rows(q, of_keys=False)
+        of_keys = call.rows(k, of_keys=True)
+        packed = [of.packed(x) for of, x in ((of_queries, g), (of_queries, q), (of_keys, k), (of_keys, v))]
+        packed += [of_queries.packed(o), of_queries.packed(log_sum).t()]
+        how = AttentionCall("flash", False, self.scale, call.window)
+        found = segmented_attention_backward(how, call.lengths(q), packed)
+        for part, rows, x in zip(parts, (of_queries, of_keys, of_keys), found, strict=True):
+            part.add_rows(rows, x)
+
+    def _attend_together(self, call: Segments, q: Tensor, k: Tensor, v: Tensor) -> tuple[Rows, Tensor, Tensor]:
+        of_queries = call.rows(q, of_keys=False)
+        of_keys = call.rows(k, of_keys=True)
+        packed = of_queries.packed(q), of_keys.packed(k), of_keys.packed(v)
+        how = AttentionCall("flash", False, self.scale, call.window)
+        return of_queries, *segmented_attention(how, call.lengths(q), *packed)
+
     def _blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
         """Keys and values step by step."""
         if len(self.keys.steps) == 1:
@@ -243,10 +226,7 @@ class _Attention:
         if self.kernel == "cpu":
             hidden = torch.zeros((), dtype=query.dtype).masked_fill(~seen_pairs(tile, query.device), -torch.inf)
             return AttentionCall("cpu", False, self.scale, mask=hidden)
-        ends = tile.queries.stop - tile.queries.start - (tile.keys.stop - tile.keys.start)
-        left = -1 if tile.first is None else -tile.first - ends
-        right = -1 if tile.last is None else tile.last + ends
-        return AttentionCall("flash", False, self.scale, (left, right))
+        return AttentionCall("flash", False, self.scale, window_of(tile))
 
     def _is_written_out(self, tile: Tile) -> bool:
         """Whether no kernel computes a tile."""

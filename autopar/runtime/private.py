@@ -303,6 +303,50 @@ class AttentionCall:
     mask: Tensor | None = None  # "cpu": numbers that are added to scores
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """The ends of segments that lie end to end, in 32 bits and from 0 on, and the most rows of one."""
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+
+
+def segmented_attention(
+    call: AttentionCall, lengths: Lengths, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output [rows, heads, width] of segments end to end, and log-sum-exps of rows [heads, rows]."""
+    assert call.window is not None
+    left, right = call.window
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, *_ends(lengths), 0.0, False, False, scale=call.scale,
+        window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def segmented_attention_backward(
+    call: AttentionCall, lengths: Lengths, tensors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value.
+
+    `tensors` are the gradient of the output, these three, the output and the log-sum-exps.
+    """
+    assert call.window is not None
+    left, right = call.window
+    seed, offset = (tensors[1].new_empty((), dtype=torch.int64) for _ in range(2))
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        *tensors[:5], tensors[5].contiguous(), *_ends(lengths), 0.0, False, seed, offset, scale=call.scale,
+        window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return found
+
+
+def _ends(lengths: Lengths) -> tuple[Any, ...]:
+    return lengths.queries, lengths.keys, lengths.most_queries, lengths.most_keys
+
+
 def fused_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output, and the log-sum-exp of each row as [batch, heads, rows]."""
     aten = torch.ops.aten

@@ -150,7 +150,8 @@ class Places:
     def tiles(self, sees: Sees, queries: Ranges, keys: Ranges, block: int) -> Iterator[Tile]:
         """The calls on ranges of queries and of keys that lie one after the other in their tensors.
 
-        Where a window begins inside the keys of a query, queries are taken `block` at a time.
+        Where a window begins inside the keys of a query, queries are taken `block` at a time; `FAR` is for kernels that
+        have windows, for which keys that all queries see are no call of their own.
         """
         is_for_all = len(self.queries) == 1
         for b, (own, others) in enumerate(zip(self.queries, self.keys, strict=True)):
@@ -211,7 +212,7 @@ def _tiles_of(sees: Sees, pair: _Pair, block: int) -> Iterator[Tile]:
     elif not is_causal and pair.z - pair.a > block:
         for a in range(pair.a, pair.z, block):
             yield from _tiles_of(sees, pair.of_queries(a, min(pair.z, a + block)), block)
-    elif is_left_open and pair.c < everybody and (is_causal or block < FAR):
+    elif is_left_open and pair.c < everybody and block < FAR:
         first = pair.a if is_causal else everybody
         yield pair.of_keys(pair.c, first).tile(False, sees)
         rest = pair.of_keys(first, pair.d)

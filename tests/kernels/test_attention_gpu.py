@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from autopar.ops.attention import attend
-from autopar.runtime.sees import Sees, all_pairs
+from autopar.runtime.attention import attention_backward, attention_forward
+from autopar.runtime.dealing import HALVES, WORK, Cutting, Setup, deal_of, owners_of
+from autopar.runtime.sees import Places, Sees, all_pairs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 MASKS = {
@@ -51,3 +53,35 @@ def test_it_is_as_near_to_float64_as_eager(name, dtype, has_documents):
     for right, torchs, ours in zip(*found, strict=True):
         worse = 2 if right.dim() == 4 else 3  # gradients of sinks are made of results that were rounded
         assert (ours.double() - right).norm() <= worse * (torchs.double() - right).norm() + 1e-9 * right.norm()
+
+
+@pytest.mark.parametrize("name, dealt", [("causal", HALVES), ("causal", WORK), ("window", ""), ("chunks", WORK)])
+def test_rows_that_a_device_is_dealt_are_as_near(name, dealt):
+    """Rows of three devices, which documents and pieces make segments of one call; gradients of keys add up."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((2, 8, 334, 64), (2, 2, 334, 64), (2, 2, 334, 64), (2, 8, 334, 64))
+    given = [torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes]
+    ends = torch.tensor([[40, 41, 200], [7, 150, 300]], device="cuda")
+    places = torch.arange(334, device="cuda").expand(2, -1).contiguous()
+    documents = torch.searchsorted(ends, places, right=True) if dealt == WORK else None
+    sees, none = MASKS[name], torch.full((8,), -torch.inf, device="cuda")
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        held = [x.to(dtype, copy=True).requires_grad_() for x in given[:3]]
+        out = eager(*held, documents, none.to(dtype), sees)
+        found.append([out, *torch.autograd.grad(out, held, given[3].to(dtype))])
+    ours = [torch.zeros_like(x, dtype=torch.float32) for x in (given[3], *given[:3])]
+    for place in range(3):
+        has = documents is not None, False, False
+        setup = Setup(sees.text(), 334, 334, (Cutting("a", 3, place),), (), dealt, has)
+        owners = owners_of(setup, lambda: Places.of(sees, (334, 334), documents, None)) if dealt else None
+        own = torch.from_numpy(deal_of(setup.text(), owners, False).here).cuda()
+        tensors = [given[0][:, :, own], *given[1:3], *([documents] if has[0] else [])]
+        made = attention_forward(tensors, (), setup.text())
+        back = attention_backward(tensors, (), made, given[3][:, :, own].contiguous(), setup.text())
+        ours[0][:, :, own] = made[0].float()
+        ours[1][:, :, own] = back[0].float()
+        for total, x in zip(ours[2:], back[1:], strict=True):
+            total += x.float()
+    for right, torchs, mine in zip(*found, ours, strict=True):
+        assert (mine.double() - right).norm() <= 2 * (torchs.double() - right).norm()
