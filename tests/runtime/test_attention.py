@@ -21,8 +21,6 @@ from autopar.testing import on_processes, on_threads
 from tests.attended import BATCH, GROUPS, HEADS, OF_VALUES, WIDTH, drawn, eager
 
 RANKS = 4
-MOST = 6  # of a mesh
-ON_MOST = ("causal", "documents", "wide window")
 LENGTHS = (128, 121)
 # name: what queries see by places, whether there are documents, counts and sinks, and whether rows are worth dealing
 MASKS = {
@@ -39,7 +37,7 @@ MASKS = {
     "chunks": (Sees(right=0, chunk=48), (False, False, False), WORK),
 }
 # the axes of a mesh, and which of them are rings
-MESHES = {(2,): ("", "a"), (3,): ("", "a"), (4,): ("", "a"), (2, 2): ("", "a", "b", "ab"), (3, 2): ("ab",)}
+MESHES = {(2,): ("", "a"), (3,): ("", "a"), (4,): ("", "a"), (2, 2): ("", "a", "b", "ab")}
 
 
 @functools.cache
@@ -114,16 +112,16 @@ def axes_of(mesh: tuple[int, ...], rank: int) -> dict[str, Axis]:
     return axes
 
 
-def on_a_rank(rank: int) -> dict[tuple, float]:
+def on_a_rank(rank: int, meshes=MESHES, masks=tuple(MASKS)) -> dict[tuple, float]:
     """The largest error of each case on this rank."""
     found = {}
-    for mesh, ways in MESHES.items():
+    for mesh, ways in meshes.items():
         axes = axes_of(mesh, rank)
         if not axes:
             continue
         place = tuple(axis.index for axis in axes.values())
-        for name, rows, rings in itertools.product(MASKS, LENGTHS, ways):
-            if (rows != LENGTHS[-1] and mesh != (4,)) or (math.prod(mesh) == MOST and name not in ON_MOST):
+        for name, rows, rings in itertools.product(masks, LENGTHS, ways):
+            if rows != LENGTHS[-1] and mesh != (4,):
                 continue
             for way, setup in setups(name, rows, mesh, rings, place).items():
                 found[mesh, name, rows, rings, way] = error_of(setup, axes, name, rows)
@@ -133,10 +131,17 @@ def on_a_rank(rank: int) -> dict[tuple, float]:
 @pytest.mark.machines
 @pytest.mark.timeout(300)
 def test_each_mask_each_way_equals_eager():
-    found = on_processes(MOST, on_a_rank, timeout_s=300)
+    found = on_processes(RANKS, on_a_rank, timeout_s=300)
     wrong = {case: error for of in found for case, error in of.items() if not error < 1e-12}
     assert not wrong
     assert len(found[0]) > 200
+
+
+def test_keys_are_gathered_in_each_of_three_steps():
+    """Three devices pass keys on, and each pair gathers them: the first step's are there, the next one's come."""
+    masks = ("causal", "documents", "wide window")
+    for of in on_threads(6, on_a_rank, {(3, 2): ("ab",)}, masks):
+        assert len(of) == 5 and max(of.values()) < 1e-12
 
 
 def pairs_of_ranks(sees: Sees, rows: int, dealt: str, documents=None, n: int = RANKS) -> list[int]:
