@@ -100,7 +100,7 @@ def divided_by_nothing(patch: Patch) -> None:
 
 def sinks_are_dropped(patch: Patch) -> None:
     """Sinks are given, and take no share of any row."""
-    patch.setattr(attention._Rows, "add_sinks", lambda self, sinks: None)
+    patch.setattr(attention.MergedRows, "add_sinks", lambda self, sinks: None)
 
 
 def sinks_learn_nothing(patch: Patch) -> None:
