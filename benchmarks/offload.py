@@ -103,7 +103,8 @@ def held_without_parameters(model: str, way: str, rows: int = 4) -> Held:
     of_model = {**given, "batch": rows, "layers": 8}
     pair = memory.Pair(make, mesh, {**how, "microbatches": 1, "optimizer": "autopar-adamw"}, given=of_model)
     of, batch, _, asked = memory.asked(pair)
-    cluster = replace(memory.cpu(), host=Host("a link", 2e10, 2e10, 0.0, 2**44, adamw_params_per_s=1e12))
+    # So fast that no op is divided otherwise to have copies beside it.
+    cluster = replace(memory.cpu(), host=Host("a link", 1e15, 1e15, 0.0, 2**44, adamw_params_per_s=1e15))
     asked = {**asked, "cluster": cluster, "host_budget": "1TiB"}
     pins = autopar.plan(of, batch, **asked).constraints()
     there = {name: f"{pin.rpartition('; ')[0]}; wholly" for name, pin in pins.items() if "; " in pin}

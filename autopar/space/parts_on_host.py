@@ -10,7 +10,7 @@ import numpy as np
 from autopar.space.edge_passage import EdgePassage
 from autopar.space.lifetimes import Lifetimes
 from autopar.space.local_bytes import LocalBytes
-from autopar.space.schedule import Schedule
+from autopar.space.schedule import Schedule, Span
 from autopar.space.wiring import Wiring
 
 Held = tuple[np.ndarray, int, int]  # bytes by [given, taken], with their first and last time
@@ -20,7 +20,8 @@ Held = tuple[np.ndarray, int, int]  # bytes by [given, taken], with their first 
 class PartsOnHost:
     """When the parts of parameters that lie on the host are on the device.
 
-    A message has a buffer of its own, so that a part that is gathered goes as its gather begins.
+    A message has a buffer of its own, so that a part that is gathered goes as its gather begins, before what arrives
+    has memory.
     """
 
     wiring: Wiring
@@ -41,21 +42,21 @@ class PartsOnHost:
         is_read_again = self.lifetimes.needs(parameter, passage.taker) >= self.lifetimes.clock.n
         for table, is_gathered in ((passage.bytes.sent, True), (passage.bytes.kept, is_cast)):
             up = self._marked(passage, table, source.parts_on_host)
-            ends = self._ends(passage, first, last, is_gathered)
+            ends = self._ends(passage, reading, is_gathered)
             yield up, self.schedule.comes_up(first, is_gathered), ends[0]
             comes_again = not is_gathered or (any(again) and parameter not in self.schedule.stays)
             if is_read_again and comes_again:
                 yield up, max(ends[0] + 1, self.schedule.comes_up_again(last, is_gathered)), ends[1]
 
-    def _ends(self, passage: EdgePassage, first: int, last: int, is_gathered: bool) -> tuple[int, int]:
+    def _ends(self, passage: EdgePassage, reading: Span, is_gathered: bool) -> tuple[int, int]:
         """The last times of a part on the device, in forward and in backward."""
         parameter = passage.value
+        first, last = reading
         if is_gathered:
-            return (
-                self.schedule.gather(first, parameter).begins,
-                self.schedule.gather_again(last, parameter).begins,
-            )
-        return max(last, self.lifetimes.last_use(parameter)), self.lifetimes.clock.mirrored(first)
+            ahead, again = self.schedule.gather(first, parameter), self.schedule.gather_again(last, parameter)
+            return ahead.begins - (ahead.begins < ahead.ends), again.begins - (again.begins < again.ends)
+        needed = self.lifetimes.needs(parameter, passage.taker)
+        return max(last, self.lifetimes.last_use(parameter)), needed
 
     def _marked(self, passage: EdgePassage, table: np.ndarray, marks: tuple[bool, ...]) -> np.ndarray:
         """A table with zeros wherever the edge's source takes none of the marked choices."""

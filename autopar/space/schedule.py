@@ -98,13 +98,21 @@ class Schedule:
         """The time from which a part that lies on the host comes up for the first op that reads its parameter.
 
         It does so beside the window before the one in which it is read; that is where its gather begins, if it has one.
+        It begins behind that window's first op, before which gathers of others are finished, and begin.
         """
-        return self.spans[max(0, self.of[op] - 1 - is_gathered)][0]
+        w = self.of[op] - 1 - is_gathered
+        if w < 0:
+            return 0
+        first, last = self.spans[w]
+        return min(first + 1, last)
 
     def comes_up_again(self, op: int, is_gathered: bool) -> int:
         """The same time in backward, for the last op that reads the parameter."""
         w = self.of[op] + 1 + is_gathered
-        return 2 * len(self.of) - 1 - self.spans[w][1] if w < len(self.spans) else len(self.of)
+        if w >= len(self.spans):
+            return len(self.of)
+        first, last = self.spans[w]
+        return 2 * len(self.of) - 1 - max(first, last - 1)
 
     def is_down(self, op: int) -> int:
         """The last time at which a gradient of this op is on its way to the host: beside the window after."""
