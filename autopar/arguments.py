@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import os
@@ -13,7 +14,7 @@ from autopar.kernels import NAMES
 from autopar.letters import BadBudget, BadCluster, BadSharding, NotServed, among
 from autopar.runtime.world import world_size
 from autopar.sharding.cluster import Cluster
-from autopar.sharding.costs import OPTIMIZERS
+from autopar.sharding.costs import DURING_BACKWARD, OPTIMIZERS, STEPS_ON_HOST
 from autopar.solver.figures import several
 from autopar.solver.offload import Room
 from autopar.tracer import Assume
@@ -87,14 +88,17 @@ def optimizer_of(given: Any) -> str | float:
 
     `given` is such a name or number, or a class or an instance of torch.optim.
     """
-    if isinstance(given, str) and given.lower() in OPTIMIZERS:
+    if isinstance(given, str) and given.lower() in (*OPTIMIZERS, DURING_BACKWARD):
         return given.lower()
     if _is_number(given) and 0 <= given < _MOST_OPTIMIZER_BYTES:
         return float(given) if isinstance(given, float) else given
-    kind = given if isinstance(given, type) else type(given)
+    is_partial = isinstance(given, functools.partial)
+    options = given.keywords if is_partial else vars(given) if hasattr(given, "param_groups") else {}
+    of_class = given.func if is_partial else given
+    kind = of_class if isinstance(of_class, type) else type(of_class)
     groups = getattr(given, "param_groups", [{}])
     if kind.__module__ == "autopar.optim":
-        return "autopar-adamw"
+        return DURING_BACKWARD if options.get("during_backward") else STEPS_ON_HOST[0]
     if kind.__module__.startswith("torch.optim") and (found := _states_of(kind.__name__, groups)) is not None:
         return found
     raise NotServed(

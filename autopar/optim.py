@@ -6,7 +6,8 @@ It makes the step of `torch.optim.AdamW`, whose checkpoints it reads and which r
 kernel goes over each shard and makes nothing beside; elsewhere ops do, a piece at a time. `plan(optimizer=)` takes it,
 the class or an instance, and counts no temporaries.
 
-Parameters whose states a plan has on the host are stepped there (`runtime/host_step.py`).
+Parameters whose states a plan has on the host are stepped there (`runtime/host_step.py`), with `during_backward` while
+backward still goes on (`runtime/backward_steps.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from autopar.kernels import adamw
 from autopar.letters import NotServed
+from autopar.runtime.backward_steps import BackwardSteps
 from autopar.runtime.host import HOST
-from autopar.runtime.host_step import HostSteps, Piece, is_stepped_on_host, lent_like
+from autopar.runtime.host_step import HostSteps, Piece, is_stepped_on_host, lent_like, may_step_in_backward
 from autopar.runtime.private import like_part
+from autopar.sharding.costs import DURING_BACKWARD
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names in checkpoints
 _MASTER = "master"
@@ -35,6 +38,10 @@ class AdamW(torch.optim.Optimizer):
     A parameter of sixteen bits has a master copy in single precision, and holds its rounded value. `max_norm` is the
     largest norm that all gradients together may have: the step itself scales larger ones, and `grad` stays as it is.
     `norm` is the norm at the last step, before scaling; None where nothing is clipped.
+
+    With `during_backward` the host steps a parameter as soon as its gradient is final, by the rates of that moment, and
+    all of its parameters have their new values when backward returns; `step` steps the others. Their `grad` is an error
+    to read until then, and None: what would need it, such as clipping, has to step behind backward.
     """
 
     steps_on_host = True  # parameters whose states a plan has there
@@ -48,6 +55,7 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         max_norm: float | None = None,
+        during_backward: bool = False,
     ) -> None:
         wrong = [name for name, number in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)) if number < 0]
         if wrong or not all(0 <= beta < 1 for beta in betas) or (max_norm is not None and not max_norm > 0):
@@ -56,9 +64,27 @@ class AdamW(torch.optim.Optimizer):
                 f"max_norm={max_norm}",
                 advice="rates from 0 on, betas from 0 to less than 1, and a norm over 0 or None",
             )
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        if during_backward and max_norm is not None:
+            raise NotServed(
+                f"max_norm={max_norm}, and the norm of all gradients is known when backward has ended alone",
+                advice="during_backward=False, or no max_norm",
+            )
         self.max_norm = max_norm
         self.norm: Tensor | None = None
+        self.during_backward = during_backward
+        self._in_backward = BackwardSteps(self._begun, self._rates_of)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"] if self.during_backward else ():
+            if is_stepped_on_host(parameter):
+                if not may_step_in_backward(parameter):
+                    raise NotServed(
+                        "during_backward=True, and the plan has the host step its parameters behind backward",
+                        advice=f'plan(optimizer="{DURING_BACKWARD}"), or during_backward=False',
+                    )
+                self._in_backward.take(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -67,21 +93,32 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        stepped = self._in_backward.taken_over()
         scale = self._scale()
-        hosted: list[tuple[dict[str, Any], Tensor]] = []
+        hosted = list[Tensor]()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or parameter in stepped:
                     continue
                 self._prepare(parameter)
                 if is_stepped_on_host(parameter):
-                    hosted.append((group, parameter))
+                    hosted.append(parameter)
                 else:
                     self._step(group, parameter, scale)
         if hosted:
             on_host = None if scale is None else scale.to("cpu")
-            HostSteps().run(self._piece(group, parameter, on_host) for group, parameter in hosted)
+            HostSteps().run(self._piece(p, _local(_lying_like(p)), on_host) for p in hosted)
         return loss
+
+    def _rates_of(self, parameter: Tensor) -> adamw.Rates:
+        """The hyperparameters of a parameter, at the step that its states are at."""
+        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+        return _rates(group, self.state[parameter])
+
+    def _begun(self, parameter: Tensor, gradient: Tensor) -> Piece:
+        """A parameter that backward steps by its local gradient."""
+        self._prepare(parameter)
+        return self._piece(parameter, gradient, None)
 
     def _prepare(self, parameter: Tensor) -> None:
         """Let a parameter have its states, where they belong, and count a step."""
@@ -101,10 +138,10 @@ class AdamW(torch.optim.Optimizer):
                     state[name] = there
         state["step"] += 1
 
-    def _piece(self, group: dict[str, Any], parameter: Tensor, scale: Tensor | None) -> Piece:
-        """A parameter as the host steps it, and its step."""
+    def _piece(self, parameter: Tensor, gradient: Tensor, scale: Tensor | None) -> Piece:
+        """A parameter as the host steps it by its local gradient, and its step."""
         state = self.state[parameter]
-        rates = _rates(group, state)
+        rates = self._rates_of(parameter)
         is_fused = _device_of(parameter) == "cuda"  # else as on the device, which is a CPU too, bit for bit
 
         def step(exact: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
@@ -116,7 +153,7 @@ class AdamW(torch.optim.Optimizer):
 
         moments = tuple(_local(state[name]) for name in _MOMENTS)
         master = _local(state[_MASTER]) if _MASTER in state else None
-        return Piece(_local(parameter), _local(_lying_like(parameter)), moments, master, step)
+        return Piece(_local(parameter), gradient, moments, master, step)
 
     def _step(self, group: dict[str, Any], parameter: Tensor, scale: Tensor | None) -> None:
         state = self.state[parameter]

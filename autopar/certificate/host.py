@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from autopar.certificate.views import VIEWS
 from autopar.letters import NotCertified
+from autopar.runtime.backward_steps import hand_over
 from autopar.runtime.host import begin_from_host, begin_to_host, begin_up, end_from_host, end_to_host
 from autopar.runtime.private import OpOverload
 
@@ -55,7 +56,7 @@ def _misplaced(joint: Any, on_host: frozenset[int]) -> Iterator[Misplaced]:
     shown = [place for place, node in enumerate(saved) if node in lying]
     yield from _of_forward(joint.forward, saved)
     yield from _brought_up(joint.forward, lying)
-    memory = _memories(joint.forward)
+    memory = memories(joint.forward)
     up = set(joint.forward.find_nodes(op="call_function", target=end_from_host))
     yield from ((node, "a parameter of the host leaves forward") for node in results[: joint.outputs] if node in lying)
     yield from ((node, "a parameter that came up is saved on the device") for node in saved if memory[node] in up)
@@ -75,7 +76,7 @@ def _gradients_of(joint: Any, on_host: frozenset[int]) -> list[fx.Node]:
     """The results of backward that are gradients of parameters on the host, where there is one."""
     results = joint.backward.output_node().args[0]
     found = (node for i, node in zip(joint.gradients, results, strict=True) if i in on_host)
-    return [node for node in found if node is not None]
+    return [node.args[0] if node.target is hand_over else node for node in found if node is not None]
 
 
 def _brought_up(graph: fx.Graph, lying: Sequence[fx.Node]) -> Iterator[Misplaced]:
@@ -101,7 +102,7 @@ def _travelling(graph: fx.Graph, calls: frozenset[Any]) -> list[fx.Node]:
 
 def _of_forward(graph: fx.Graph, saved: Sequence[fx.Node]) -> Iterator[Misplaced]:
     place = {node: i for i, node in enumerate(graph.nodes)}
-    memory = _memories(graph)
+    memory = memories(graph)
     reads: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}  # memory -> its readers, and the value that each reads
     for node in graph.nodes:
         reads.setdefault(memory[node], []).extend((user, node) for user in node.users)
@@ -123,7 +124,7 @@ def _left(
 ) -> Iterator[Misplaced]:
     """Errors of who reads a memory, given with the value by which each does, around its copy to the host."""
     for reader, value in reads:
-        if place[reader] > place[begun] and _writes_to(reader, value):
+        if place[reader] > place[begun] and writes_to(reader, value):
             yield reader, f"the memory of {value} is written to after its copy has begun"
         elif place[reader] > place[end]:
             yield reader, f"the memory of {value} is read after its copy has ended"
@@ -174,7 +175,7 @@ def _of_backward(
             yield value, f"it returns {len(returns)} times, and is read on the host {len(value.users)} times"
 
 
-def _memories(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
+def memories(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
     """The node that has made the memory of each, by the schemas of views."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -190,7 +191,7 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and any(r.alias_info is not None for r in node.target._schema.returns)
 
 
-def _writes_to(node: fx.Node, value: fx.Node) -> bool:
+def writes_to(node: fx.Node, value: fx.Node) -> bool:
     """Whether a call writes to the memory of this operand."""
     if not isinstance(node.target, OpOverload):
         return False

@@ -19,7 +19,7 @@ from autopar.certificate import steps
 from autopar.certificate.bodies import body_of, is_body_known
 from autopar.certificate.calls import TypedCall, lost_in, types_in, unknown
 from autopar.certificate.elementwise import as_parts
-from autopar.certificate.host import TRAVELLING, check_travels
+from autopar.certificate.handed_over import HANDING_ON, NOTHING_THERE, OnHost, check_order
 from autopar.certificate.readings import Wholes
 from autopar.certificate.rules import typed
 from autopar.certificate.types import Dim, Refused, Type, axes_of, free, joined, lies_as, plain
@@ -33,7 +33,7 @@ from autopar.runtime.wires import op_run_by
 VARIABLE = "AUTOPAR_CERTIFICATE"  # "off": programs are run without one
 _STEPS = {f: name for name, f in STEPS.items()}
 _PACKED = {f: name for name, f in PACK.items()}
-_BEGUN = TRAVELLING.union(BEGIN.values())
+_BEGUN = HANDING_ON.union(BEGIN.values())
 _BUCKET = "_bucket"  # ends the name of a step of several values
 _SUMS = frozenset(f for f, name in (_STEPS | _PACKED).items() if "reduce" in name and "max" not in name)
 _ON_THE_WAY = frozenset((*_STEPS, *_PACKED, *_BEGUN, finish, operator.getitem))
@@ -67,7 +67,7 @@ class Interface:
     doubted: frozenset[fx.Node] = frozenset()  # views that are not taken to undo an earlier one of their op
     # index of an output -> the sharding of the gradient that arrives, where it is not the output's own
     tangents: Mapping[int, Any] = field(default_factory=dict)
-    on_host: frozenset[int] = frozenset()  # indices of the parameters that lie on the host, and their gradients
+    on_host: OnHost = NOTHING_THERE
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ def certify(joint: Any, interface: Interface, ending: tuple[Any, Sequence[Any]] 
     `ending` belongs to a program that runs in turns: the halves of the part that runs once, on the sums of the turns,
     and the shardings of its outputs. What does not follow under one reading of constants and views may under another.
     """
-    check_travels(joint, interface.on_host)
+    check_order(joint, interface.on_host)
     try:
         return _under_one_reading(joint, interface, ending)
     except NotCertified as e:

@@ -28,6 +28,7 @@ from autopar.codegen.joint_graph import ADDS, BACK, CONVERTED, OP, RECOMPUTED
 from autopar.graph.archive import value_as_json, value_of_json
 from autopar.graph.tensor_form import TensorForm
 from autopar.letters import BadProgram
+from autopar.runtime.backward_steps import hand_over
 from autopar.runtime.collectives import BEGIN, PACK, STEPS, finish, part_start
 from autopar.runtime.forms import literal
 from autopar.runtime.host import begin_from_host, begin_to_host, begin_up, end_from_host, end_to_host
@@ -43,7 +44,7 @@ _CALLED: tuple[Any, ...] = (
     *BEGIN.values(),
     *(exchanging.run for exchanging in EXCHANGING.values()),
     *(begin_to_host, end_to_host, begin_from_host, begin_up, end_from_host),
-    *(finish, part_start, literal, operator.getitem),
+    *(hand_over, finish, part_start, literal, operator.getitem),
 )
 _FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in _CALLED}
 _NAMES = {f: name for name, f in _FUNCTIONS.items()}

@@ -7,6 +7,7 @@
     schedule.PASSES         rewrite each half: when its collectives begin and end
     wait_on_host            values that the plan has on the host leave forward, and come back in backward
     bring_up                parameters that lie on the host come up before they are read, and gradients go down
+    hand_over_gradients     parameters are stepped while backward goes on
 
 Nothing here knows the rank's process groups: a collective names its mesh axis, and `bind` puts the axis in its place.
 """
@@ -28,6 +29,7 @@ from autopar.codegen.convolutions import part_convolutions
 from autopar.codegen.exchanges import sent_by_ops
 from autopar.codegen.half import Half, Read, fetched
 from autopar.codegen.halves import Joint, split
+from autopar.codegen.handed_over import hand_over_gradients
 from autopar.codegen.joint_graph import JointGraph
 from autopar.codegen.local import LocalProgram
 from autopar.codegen.offloaded import EVERYTHING_STAYS, Offloaded, wait_on_host
@@ -143,7 +145,9 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
         halves, {primal.name: read for primal, read in joint.reads.items()}, ways, states.recomputed, program, written
     )
     wait_on_host(halves, states.offloaded)
-    bring_up(halves, {name: primal.name for name, primal in primals.items()}, states.offloaded)
+    named = {name: primal.name for name, primal in primals.items()}
+    bring_up(halves, named, states.offloaded)
+    hand_over_gradients(halves, named, states.offloaded.handed_over)
     return replace(halves, sent=sent)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from autopar import certificate, kernels
 from autopar.certificate import Certificate, Interface, certify
+from autopar.certificate.handed_over import OnHost
 from autopar.codegen import local_passes
 from autopar.codegen.brought_up import coming_of
 from autopar.codegen.exchanges import check_exchanges
@@ -21,7 +22,7 @@ from autopar.codegen.joint import States, Turn, lower_jointly
 from autopar.codegen.joint_graph import ADDS, BACK, OP
 from autopar.codegen.local import LocalProgram, local_program
 from autopar.codegen.local_inputs import NO_ROWS, OwnRows, sharding_of_rows
-from autopar.codegen.offloaded import offloaded_of
+from autopar.codegen.offloaded import handed_over_of, offloaded_of
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.records import Records
 from autopar.codegen.stage_programs import Crossing, Crossings, StagedProgram, StageProgram, in_stages
@@ -244,9 +245,16 @@ def _interface(
         InnerShapes(graph),
         users_rule=lambda name: said.get(name, ""),
         adds_gradients=lambda node: node.meta.get(ADDS, False),
-        on_host=frozenset(i for i, name in enumerate(program.parameters, len(inputs)) if name in plan.wholly_hosted),
+        on_host=_on_host(plan, dict(enumerate(program.parameters, len(inputs)))),
         tangents={} if stage is None else {i: crossing.gradient for i, crossing in enumerate(stage.leaves)},
     )
+
+
+def _on_host(plan: Plan, names: Mapping[int, str]) -> OnHost:
+    """Those of the parameters with these names that the host holds or steps, by their places."""
+    stepped = handed_over_of(plan)
+    lying = frozenset(i for i, name in names.items() if name in plan.wholly_hosted)
+    return OnHost(lying, {i: name for i, name in names.items() if name in stepped})
 
 
 def _whole_shapes(program: LocalProgram) -> Iterator[tuple[str, list[tuple[int, ...]]]]:

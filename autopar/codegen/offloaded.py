@@ -23,6 +23,7 @@ from autopar.graph import walks
 from autopar.graph.graph import Graph, info
 from autopar.letters import BadPlan, NotServed
 from autopar.runtime.host import begin_from_host, begin_to_host, end_from_host, end_to_host
+from autopar.sharding.costs import DURING_BACKWARD
 from autopar.solver.plan import Plan
 from autopar.space import timeline
 
@@ -49,13 +50,14 @@ class Offloaded:
     travels: Mapping[tuple[str, int | None], Times] = field(default_factory=dict)
     least: int = 0  # bytes below which a value stays
     parameters: Mapping[str, Coming] = field(default_factory=dict)  # parameters that lie on the host
+    handed_over: frozenset[str] = frozenset()  # parameters that the host steps while backward goes on
 
     @property
     def key(self) -> Hashable:
         """A key that is equal where the same values travel at the same times."""
         parameters = tuple(sorted(self.parameters.items()))
         times = tuple(sorted(self.times.items())) if self.travels or parameters else ()
-        return tuple(sorted(self.travels.items(), key=repr)), times, self.least, parameters
+        return tuple(sorted(self.travels.items(), key=repr)), times, self.least, parameters, self.handed_over
 
     def travel(self, owner: fx.Node) -> Times | None:
         """The times at which the memory of an emitted node travels; None where it stays."""
@@ -74,7 +76,8 @@ def offloaded_of(
     graph: Graph, plan: Plan, program: LocalProgram, parameters: Mapping[str, Coming] | None = None
 ) -> Offloaded:
     """The nodes of a local program that make what the plan has on the host, with parameters there."""
-    if not plan.offloaded and not parameters:
+    handed_over = handed_over_of(plan)
+    if not plan.offloaded and not parameters and not handed_over:
         return EVERYTHING_STAYS
     if plan.pipeline is not None:
         raise NotServed(
@@ -94,7 +97,16 @@ def offloaded_of(
         if name in plan.offloaded
     }
     times = {n.name: at[info(n).key] for n in nodes if info(n).kind == "op"}
-    return Offloaded(times, travels, timeline.SMALL, parameters or {})
+    return Offloaded(times, travels, timeline.SMALL, parameters or {}, handed_over)
+
+
+def handed_over_of(plan: Plan) -> frozenset[str]:
+    """The parameters that the host steps while backward goes on.
+
+    Of several micro-batches gradients are final when the last one has ended.
+    """
+    is_alone = plan.accumulation == plan.microbatches == 1
+    return plan.hosted if plan.optimizer == DURING_BACKWARD and is_alone else frozenset()
 
 
 def _values(node: fx.Node) -> Iterator[tuple[tuple[str, int | None], Collection[str]]]:

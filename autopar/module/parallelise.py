@@ -34,6 +34,7 @@ from autopar.runtime.agreement import agree
 from autopar.runtime.host_step import let_host_step
 from autopar.runtime.patches import convert_blocks, let_anomalies_be_looked_for, skip_together
 from autopar.runtime.world import all_ranks_hold, from_rank_0
+from autopar.sharding.costs import DURING_BACKWARD
 
 M = TypeVar("M", bound=nn.Module)
 _NAMES = ("plan", "graph", "code", "joint", "input_specs", "sampler", "random_state", "no_sync", "hand_over")
@@ -64,7 +65,7 @@ def parallelise(
     storage = store(model, lowered.plan.parameters, mesh_of, device, source, lowered.plan.wholly_hosted)
     for name, parameter in model.named_parameters():
         if name in lowered.plan.hosted:
-            let_host_step(parameter)
+            let_host_step(parameter, lowered.plan.optimizer == DURING_BACKWARD)
     refuse_steps_on(old)
     _patch()
     state = ModelState(model, lowered, Setup(mesh, device, storage, how, stages), replan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from autopar.module.limits import LIMITS
 from autopar.module.step import outputs_of
 from autopar.module.storage import Storage, dtensor_of
 from autopar.module.waiting import Waiting
+from autopar.runtime.backward_steps import hand_over, handing_over
 from autopar.runtime.collectives import bind_axes
 from autopar.runtime.host import HOST, begin_to_host, end_to_host, settle_copies
 from autopar.runtime.private import inside_backward, like_part, profiler_runs
@@ -82,6 +84,8 @@ class Halves:
         self.graphs: dict[str, fx.Graph] = {n: getattr(joint, n) for n in ("forward", "backward", "hold", "settle")}
         if joint.beginning is not None:
             self.graphs["beginning"] = joint.beginning
+        # Parameters that may be stepped while backward goes on.
+        self.hands_over = [n.args[1] for n in joint.backward.find_nodes(op="call_function", target=hand_over)]
         dtypes = waiting_dtypes(joint)
         self.sums = {"hold": dict(zip(joint.waits, dtypes, strict=True))}  # part of backward -> dtypes of its sums
         if joint.parts is not None:
@@ -315,10 +319,23 @@ class Runner:
         waited.
         """
         if not waits and self not in self.waiting.of:
-            found: list[Tensor | None] = list(self.halves.half("backward", arrived)(given))
+            with self._handing_over() as stepped:
+                found: list[Tensor | None] = list(self.halves.half("backward", arrived)(given))
+            for k, i in enumerate(self.gets):
+                if self.primals.names.get(i) in stepped:
+                    found[k] = None
         else:
             found = self._held(given, arrived, waits)
         return found if waits else self._with_others(found)
+
+    def _handing_over(self) -> contextlib.AbstractContextManager[Collection[str]]:
+        """Let optimizers step parameters whose gradients become final; gives the names of those.
+
+        Where others wait, or are looked at, none does.
+        """
+        if self.waiting.of or not self.halves.hands_over or torch.is_anomaly_enabled():
+            return contextlib.nullcontext(())
+        return handing_over(self.waiting.parameter, self.halves.hands_over)
 
     def _held(self, given: list[Tensor | None], arrived: tuple[bool, ...], waits: bool) -> list[Tensor | None]:
         """The gradients; those of parameters are added to waiting ones, and are reduced unless `waits`."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.letters import NotServed
 from autopar.module.storage import Storage
+from autopar.runtime.backward_steps import refuse_gradient
 from autopar.runtime.host import HOST
 from autopar.runtime.host_step import lying_on_host
 from autopar.runtime.owned_meshes import is_ours
@@ -56,11 +57,15 @@ class Waiting:
         finally:
             self.on, self.of = before
 
-    def deliver(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient to `.grad` of a parameter."""
+    def parameter(self, name: str) -> Tensor:
+        """A parameter of the model."""
         model = self.model()
         assert model is not None
-        parameter = model.get_parameter(name)
+        return model.get_parameter(name)
+
+    def deliver(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient to `.grad` of a parameter."""
+        parameter = self.parameter(name)
         wrapped = self.storage[name].wrap(gradient)
         if HOST.holds(local_part(parameter)):
             wrapped = lying_on_host(wrapped)
@@ -112,7 +117,7 @@ def let_optimizers_know() -> None:
     """Let `zero_grad()` and `p.grad = None` also drop what waits, and refuse steps before it has arrived."""
     after_zero_grad(_forget)
     before_steps(_refuse_step)
-    replace_property("grad", _set_grad)
+    replace_property("grad", _set_grad, refuse_gradient)
 
 
 def _set_grad(parameter: Tensor, value: Tensor | None, theirs: Callable[[Any], None]) -> None:

@@ -98,6 +98,7 @@ class HostMemory:
 HOST = HostMemory()
 _DOWN = "to the host"
 _UP = "from the host"
+_STEPPED = "from the host, beside backward"
 
 
 @dataclass(slots=True, eq=False)
@@ -172,9 +173,13 @@ def begin_up(part: Tensor, device: str) -> Transfer:
     return Transfer(part, there, _copy(there, part, _UP) if there.is_cuda else None)
 
 
-def begin_onto(tensor: Tensor, host: Tensor) -> Transfer:
-    """Begin to copy a value of the host over a tensor of the device."""
-    return Transfer(host, tensor, _copy(tensor, host, _UP) if tensor.is_cuda else None)
+def begin_onto(tensor: Tensor, host: Tensor, is_unread: bool = False) -> Transfer:
+    """Begin to copy a value of the host over a tensor of the device.
+
+    Where it `is_unread`, nothing that the device still runs reads the tensor, and the copy waits for nothing.
+    """
+    way = _STEPPED if is_unread else _UP
+    return Transfer(host, tensor, _copy(tensor, host, way, waits=not is_unread) if tensor.is_cuda else None)
 
 
 def end_from_host(transfer: Transfer) -> Tensor:
@@ -192,14 +197,15 @@ def settle_copies(device: torch.device) -> None:
             _stream(torch.cuda.current_device() if device.index is None else device.index, way).synchronize()
 
 
-def _copy(into: Tensor, source: Tensor, way: str) -> Any:
+def _copy(into: Tensor, source: Tensor, way: str, waits: bool = True) -> Any:
     """Copy beside the compute; returns the event behind the copy.
 
-    Before it the compute stream makes the source, or leaves the memory that is written to.
+    Before it the compute stream makes the source, or leaves the memory that is written to: the copy `waits` for that.
     """
     device = into.device if into.is_cuda else source.device
     beside = _stream(device.index, way)
-    beside.wait_stream(torch.cuda.current_stream(device))
+    if waits:
+        beside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(beside):
         into.copy_(source, non_blocking=True)
     return beside.record_event()

@@ -65,12 +65,29 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Coming:
+class Coming:
     """A piece on its way to the host."""
 
     piece: Piece
     gradient: Transfer
     exact: Transfer | None  # the values of the parameter, where the host has none
+
+    @staticmethod
+    def of(piece: Piece) -> Coming:
+        """Begin to copy what the step of a piece reads."""
+        exact = begin_to_host(piece.parameter) if piece.master is None else None
+        return Coming(piece, begin_to_host(piece.gradient), exact)
+
+    def step(self, is_unread: bool = False) -> Transfer:
+        """Step the piece once it is there, and begin to send its values up; see `begin_onto`."""
+        piece = self.piece
+        gradient = self.gradient.end_on_host()
+        exact = piece.master if self.exact is None else self.exact.end_on_host()
+        assert exact is not None
+        piece.step(exact, gradient, piece.states)
+        if exact.dtype != piece.parameter.dtype:
+            exact = HOST.lend(piece.parameter).copy_(exact)
+        return begin_onto(piece.parameter, exact, is_unread)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +96,7 @@ class HostSteps:
 
     size: int = 2**24  # elements of a piece: 64 MiB in single precision, which a link carries at its full rate
     ahead: int = 2  # pieces on their way in each direction while one is stepped
-    _coming: deque[_Coming] = field(default_factory=deque)
+    _coming: deque[Coming] = field(default_factory=deque)
     _going: deque[Transfer] = field(default_factory=deque)
 
     def run(self, parameters: Iterable[Piece]) -> None:
@@ -89,28 +106,16 @@ class HostSteps:
                 whole.in_place()
                 continue
             for piece in whole.cut(self.size):
-                self._begin(piece)
+                self._coming.append(Coming.of(piece))
                 if len(self._coming) > self.ahead:
                     self._step()
         while self._coming:
             self._step()
         self._end(0)
 
-    def _begin(self, piece: Piece) -> None:
-        exact = begin_to_host(piece.parameter) if piece.master is None else None
-        self._coming.append(_Coming(piece, begin_to_host(piece.gradient), exact))
-
     def _step(self) -> None:
         """Step the piece that comes first, and begin to send its values up."""
-        coming = self._coming.popleft()
-        piece = coming.piece
-        gradient = coming.gradient.end_on_host()
-        exact = piece.master if coming.exact is None else coming.exact.end_on_host()
-        assert exact is not None
-        piece.step(exact, gradient, piece.states)
-        if exact.dtype != piece.parameter.dtype:
-            exact = HOST.lend(piece.parameter).copy_(exact)
-        self._going.append(begin_onto(piece.parameter, exact))
+        self._going.append(self._coming.popleft().step())
         self._end(self.ahead)
 
     def _end(self, left: int) -> None:
@@ -119,14 +124,20 @@ class HostSteps:
             self._going.popleft().end_on_host()
 
 
-def let_host_step(parameter: Any) -> None:
-    """Mark a parameter as one that the host steps, where its optimizer states lie."""
+def let_host_step(parameter: Any, in_backward: bool = False) -> None:
+    """Mark a parameter as one that the host steps, where its states lie; maybe while backward goes on."""
     parameter._autopar_on_host = True
+    parameter._autopar_in_backward = in_backward
 
 
 def is_stepped_on_host(parameter: Tensor) -> bool:
     """Whether the host steps a parameter."""
     return getattr(parameter, "_autopar_on_host", False)
+
+
+def may_step_in_backward(parameter: Tensor) -> bool:
+    """Whether the host may step a parameter while backward goes on."""
+    return getattr(parameter, "_autopar_in_backward", False)
 
 
 def lying_on_host(tensor: DTensor) -> DTensor:

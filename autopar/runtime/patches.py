@@ -309,11 +309,18 @@ def begin_as_whole(is_asked: Callable[[Tensor], bool], begin: Callable[..., Any]
         STANDING.put(nn.init, name, make)
 
 
-def replace_property(name: str, put: Callable[[DTensor, Any, Callable[[Any], None]], None]) -> None:
-    """Let `put` set a property of DTensor, or delete it: set it to None; it is passed torch's setter."""
+def replace_property(
+    name: str, put: Callable[[DTensor, Any, Callable[[Any], None]], None], look: Callable[[DTensor], None] | None = None
+) -> None:
+    """Let `put` set a property of DTensor, or delete it: set it to None; it is passed torch's setter.
+
+    `look` is called before the property is read.
+    """
 
     def make(theirs: Any) -> Any:
         def get(self: DTensor) -> Any:
+            if look is not None:
+                look(self)
             return theirs.__get__(self)
 
         def set_(self: DTensor, value: Any) -> None:

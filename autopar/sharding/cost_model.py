@@ -30,6 +30,7 @@ from autopar.sharding.costs import (
     is_measured,
     measured_between,
     measured_seconds,
+    on_devices,
     optimizer_figures,
     seconds,
 )
@@ -189,7 +190,7 @@ class CostModel:
 
     def source_of_optimizer(self, optimizer: str | float, dtype: str) -> str:
         """The source of the seconds of an optimizer's step: a name of `certainty`."""
-        if self.cluster.times_of(f"optimizer {optimizer}", dtype):
+        if self.cluster.times_of(f"optimizer {on_devices(optimizer)}", dtype):
             return MEASURED
         return REACHED if self.cluster.device.reached_bytes_per_s else PEAK
 
@@ -311,7 +312,7 @@ class CostModel:
 
     def optimizer(self, optimizer: str | float, dtype: str, itemsize: int, nbytes: np.ndarray) -> np.ndarray:
         """Seconds of an optimizer's step on `nbytes` bytes of a parameter."""
-        if timed := self.cluster.times_of(f"optimizer {optimizer}", dtype):
+        if timed := self.cluster.times_of(f"optimizer {on_devices(optimizer)}", dtype):
             return measured_seconds(timed.forward, nbytes / itemsize)
         return self.moving(nbytes * optimizer_figures(optimizer, itemsize)["moved"])
 

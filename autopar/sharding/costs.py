@@ -72,8 +72,14 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "autopar-adamw": {"moved": 7, "kept": 2, "temporary": 0},
 }
 
-# The optimizers whose step may run on the host, where their states then lie.
-STEPS_ON_HOST = ("autopar-adamw",)
+# The optimizers whose step may run on the host, where their states then lie: behind backward, and while it goes on.
+STEPS_ON_HOST = ("autopar-adamw", "autopar-adamw-during-backward")
+DURING_BACKWARD = STEPS_ON_HOST[-1]
+
+
+def on_devices(optimizer: str | float) -> str | float:
+    """The optimizer whose step devices make, where the host steps the other parameters."""
+    return STEPS_ON_HOST[0] if optimizer == DURING_BACKWARD else optimizer
 
 
 def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]:
@@ -82,6 +88,7 @@ def optimizer_figures(optimizer: str | float, itemsize: int) -> dict[str, float]
     `optimizer` is a name of OPTIMIZERS, or the bytes of its states for each parameter: such a one reads and writes its
     states as AdamW does two of them, and makes one temporary tensor.
     """
+    optimizer = on_devices(optimizer)
     if optimizer == "autopar-adamw" and itemsize < _SINGLE:
         kept = 3 * _SINGLE / itemsize
         return {"moved": 2 * kept + 2, "kept": kept, "temporary": 0}

@@ -97,6 +97,7 @@ def test_the_device_holds_no_states_that_the_plan_has_on_the_host():
     plan = planned(model, batch, "one device", constraints={"*": "R; R; kept; end; host"})
     assert plan.hosted == set(plan.parameters)
     mine = autopar.autoparallelize(model, batch, plan=plan)
+    gc.collect()  # what other tests have left there
     HOST.restart()
     with Live([*mine.parameters(), *batch.values()]) as live:
         before = live.now
