@@ -163,7 +163,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-budget", help="memory of the host where activations of a device may wait: 64GiB")
     parser.add_argument("--precision", help="bf16 or fp16: of compute; default: the model's own")
     parser.add_argument(
-        "--optimizer", help="adamw, sgd, sgd-momentum, autopar-adamw, or bytes of states for each parameter"
+        "--optimizer",
+        help="adamw, sgd, sgd-momentum, autopar-adamw, autopar-adamw-during-backward, or bytes of states for each "
+        "parameter",
     )
     parser.add_argument(
         "--parallel",

@@ -119,11 +119,12 @@ else {
 }
 
 // -- the step: above what computes, below what communicates, and at the bottom what travels to the host
-const LANES = ["host", "communication", "compute"].filter((lane) => lane !== "host" || data.step.events.some((event) => event[1] === lane));
+const LANES = ["cpus", "host", "communication", "compute"].filter((lane) => !["cpus", "host"].includes(lane) || data.step.events.some((event) => event[1] === lane));
 const KINDS = {  // of events, by lane
   compute: { forward: "forward", backward: "backward", recompute: "recompute", optimizer: "optimizer" },
   communication: { overlapped: "overlapped by compute", blocking: "blocking, between ops", exposed: "exposed, not hidden" },
   host: { down: "copies to the host", up: "copies back" },
+  cpus: { optimizer: "steps of the host" },
 };
 const drawStep = () => {
   const events = data.step.events;

@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopar.report.limits import LIMITS
-from autopar.solver.lanes import COMMUNICATION, FORWARD, HOST, Event
+from autopar.solver.lanes import COMMUNICATION, CPUS, FORWARD, HOST, Event
 from autopar.solver.plan import Plan
+from autopar.space.windows import DOWN, UP
 
 # Kinds of communication.
 OVERLAPPED = "overlapped"
 BLOCKING = "blocking"
 EXPOSED = "exposed"
-# Kinds of copies on the link of the host.
-DOWN = "down"
-UP = "up"
 
 
 def step_of(plan: Plan) -> dict[str, list[Any]]:
@@ -40,8 +38,8 @@ def step_of(plan: Plan) -> dict[str, list[Any]]:
 def _pieces(event: Event) -> Iterator[tuple[str, float]]:
     """The pieces of an event, each of one kind, with their seconds."""
     if event.lane == HOST:
-        yield DOWN if event.part == FORWARD else UP, event.seconds
-    elif event.lane != COMMUNICATION:
+        yield event.part if event.part in (UP, DOWN) else DOWN if event.part == FORWARD else UP, event.seconds
+    elif event.lane == CPUS or event.lane != COMMUNICATION:
         yield event.part, event.seconds
     elif event.hidden_s is None:
         yield BLOCKING, event.seconds

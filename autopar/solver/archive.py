@@ -52,10 +52,11 @@ _KEYS = (
     *("peak_at", "budget", "meshes", "beside_s", "hidden_s", "accumulation", "precision", "scattered", "recomputed"),
     *("recompute_s", "first_peak_bytes", "window_bytes", "suspected", "stopped", "sources", "compiled", "chunks"),
     *("kernels", "fused", "microbatches", "needed", "unaligned", "passing"),
-    *("workload", "pipeline", "offloaded", "host_budget", "host_bytes", "hosted", "wholly_hosted"),
+    *("workload", "pipeline", "offloaded", "host_budget", "host_bytes", "hosted", "wholly_hosted", "hidden_on_host_s"),
 )
 # Attributes that are left out of a file where they have these values.
 _LEFT_OUT: dict[str, Any] = {
+    "hidden_on_host_s": 0.0,
     "warnings": (),
     "bound_of": "",
     "compiled": False,

@@ -22,7 +22,9 @@ def by_block(space: Space, point: Point, units: Units) -> ByBlock:
     seconds = {part: np.zeros(count) for part in (FORWARD, BACKWARD, OPTIMIZER)}
     weights = np.zeros(count)
     passes = space.setting.passes
-    for event in (event for event in events_of(space, point) if event.lane != HOST):
+    for event in events_of(space, point):
+        if event.lane == HOST and event.hidden_s is None:
+            continue  # No op waits for a value that travels.
         *_, name = event.place.split(" to ")
         unit = units.of.get(name, 0)
         taken = event.seconds - (event.hidden_s or 0.0)

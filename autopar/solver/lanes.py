@@ -6,9 +6,10 @@ ends with the window: its first part runs beside the compute that hides it, and 
 is of several micro-batches an event is what all of them take together, and what is gathered before the first comes
 first. The last of these events ends with the step time of the plan.
 
-Behind them are the copies of values that wait on the host, which nothing waits for. A copy down ends with the forward
-of the op behind which its memory is free, and one up begins with the backward of the op before which it returns; those
-of one way follow each other.
+Copies of parameters that lie on the host, and steps of its CPUs beside backward, are in windows too, on lanes of their
+own. Behind them are the copies of values that wait on the host, which nothing waits for. A copy down ends with the
+forward of the op behind which its memory is free, and one up begins with the backward of the op before which it
+returns; those of one way follow each other.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ import numpy as np
 
 from autopar.solver.points import Point
 from autopar.solver.travels import travels_of
+from autopar.space import windows
 from autopar.space.space import Edge, Space
 from autopar.space.timeline import Timeline
-from autopar.space.windows import Window
+from autopar.space.windows import LINKS, Window, seconds_on_host
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
+CPUS = windows.CPUS  # steps of the host's CPUs
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+# The lanes of windows on the host, and the part of their events.
+_LANE_OF = {windows.UP: (HOST, windows.UP), windows.DOWN: (HOST, windows.DOWN), windows.CPUS: (CPUS, OPTIMIZER)}
 
 
 class Event(NamedTuple):
@@ -35,7 +40,7 @@ class Event(NamedTuple):
 
     place: str  # a name of the plan; of a conversion, `source to target`
     lane: str
-    part: str  # FORWARD, BACKWARD, RECOMPUTE or OPTIMIZER
+    part: str  # FORWARD, BACKWARD, RECOMPUTE or OPTIMIZER; of a parameter's copy on the lane of the host, UP or DOWN
     begins_s: float
     seconds: float
     # The seconds of communication in a window or beside an op, which compute hides; None for all other events.
@@ -72,6 +77,7 @@ class _LaneWriter:
         for k, edge in enumerate(space.edges):
             arriving.setdefault(edge.target, []).append(k)
         moved = self._in_line()
+        beside = seconds_on_host(space.windows, picked, space.edges)
         ends = {FORWARD: _by(space.windows, FORWARD, 1), BACKWARD: _by(space.windows, BACKWARD, 0)}
         again = self._again()
         order = [k for k, site in enumerate(space.sites) if site.kind != "parameter"]
@@ -95,7 +101,9 @@ class _LaneWriter:
             self._close(ends[BACKWARD].get(k, ()), BACKWARD)
         for k, site in enumerate(space.sites):
             if site.kind == "parameter":
-                self._put(site.name, COMPUTE, OPTIMIZER, float(site.seconds[picked[k]]))
+                whole = float(site.seconds[picked[k]])
+                left = whole - beside.get(k, (0.0, 0.0))[0] / self._hidden
+                self._put(site.name, COMPUTE, OPTIMIZER, left if left > 1e-9 * whole else 0.0)
                 for e in arriving.get(k, ()):
                     self._put(
                         _named(space, space.edges[e]), COMMUNICATION, OPTIMIZER, moved[e].forward + moved[e].backward
@@ -163,9 +171,9 @@ class _LaneWriter:
             exposed += s.times * once - hidden
         return exposed
 
-    def _close(self, windows: Iterable[Window], part: str) -> None:
+    def _close(self, ending: Iterable[Window], part: str) -> None:
         """Add the communication of windows that end here; what compute does not hide extends past it."""
-        for window in windows:
+        for window in ending:
             communication, compute = window.seconds(self.point.picked, self.space.edges)
             if part == BACKWARD:
                 compute += self._repeated_in(window)
@@ -175,8 +183,10 @@ class _LaneWriter:
             begins = end - window.times * whole
             left = window.times * hidden
             for k, seconds in self._of_window(window):
-                name = _named(self.space, self.space.edges[k])
-                self.events.append(Event(name, COMMUNICATION, part, begins, seconds, min(seconds, left)))
+                edge = self.space.edges[k]
+                lane, of = _LANE_OF.get(window.lane, (COMMUNICATION, part))
+                name = _named(self.space, edge) if window.lane == LINKS else self.space.sites[edge.source].name
+                self.events.append(Event(name, lane, of, begins, seconds, min(seconds, left)))
                 left -= min(seconds, left)
                 begins += seconds
             self.now = end
@@ -207,7 +217,7 @@ class _LaneWriter:
         space = self.space
         picked = self.point.picked
         beside = {FORWARD: np.zeros(len(space.edges)), BACKWARD: np.zeros(len(space.edges))}
-        for window in space.windows:
+        for window in (window for window in space.windows if window.lane == LINKS):
             for k, seconds in self._of_window(window):
                 beside[window.way][k] += seconds
         found = []
@@ -256,10 +266,10 @@ def _named(space: Space, edge: Edge) -> str:
     return f"{space.sites[edge.source].name} to {space.sites[edge.target].name}"
 
 
-def _by(windows: Sequence[Window], way: str, end: int) -> Mapping[int, list[Window]]:
+def _by(of_step: Sequence[Window], way: str, end: int) -> Mapping[int, list[Window]]:
     """The windows of one direction, by the site at which they end."""
     found: dict[int, list[Window]] = {}
-    for window in windows:
+    for window in of_step:
         if window.way == way:
             found.setdefault(window.span[end], []).append(window)
     return found

@@ -23,6 +23,7 @@ from autopar.solver.limits import LIMITS
 from autopar.solver.states import Again, StateSearch, StepStates
 from autopar.space.space import Space
 from autopar.space.timeline import Away, Through, Timeline
+from autopar.space.windows import CPUS, UP
 
 _LIMITS = LIMITS.states
 
@@ -281,7 +282,10 @@ def pace_of(space: Space, picked: Sequence[int]) -> np.ndarray:
     for window in space.windows:
         moved, computed = window.seconds(picked, space.edges)
         first, last = (at[site] for site in window.span)
-        pace[first if window.way == "forward" else 2 * n - 1 - last] += max(0.0, moved - computed)
+        if window.lane == UP and window.way == "backward":  # Parts take the link on which values return.
+            pace[2 * n - 1 - last : 2 * n - first] *= max(0.0, 1 - moved / computed) if computed else 0.0
+        elif window.lane != CPUS:
+            pace[first if window.way == "forward" else 2 * n - 1 - last] += max(0.0, moved - computed)
     return pace
 
 

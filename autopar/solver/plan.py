@@ -125,6 +125,7 @@ class Plan:
     meshes: tuple[tuple[str, float, float, int, str], ...] = ()
     beside_s: float = 0.0  # communication in windows, which may overlap with compute
     hidden_s: float = 0.0  # the part of it that compute hides
+    hidden_on_host_s: float = 0.0  # copies of parameters on the host, and steps there, that compute hides
     accumulation: int = 1  # calls that make one optimizer step
     chunks: int = 1  # number of chunks of rows in which the loss head runs
     kernels: tuple[str, ...] = ()  # families of kernels that may take the place of ops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from autopar.solver.plan import Plan
 from autopar.solver.points import Point
 from autopar.space.space import Edge, Flows, Space, reduces
 from autopar.space.timeline import Timeline
+from autopar.space.windows import LINKS, seconds_on_host
 
 if TYPE_CHECKING:
     from autopar.space.kernel_sites import KernelSites
@@ -31,11 +32,13 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
     conversions, moved = _conversions(space, picked)
     beside, hidden = _overlap(space, picked)
     hidden += point.recompute_hidden_s
+    on_host = _hidden_on_host(space, picked)
+    hidden_on_host_s = sum(on_host.values())
     decisions = _decisions(space, picked)
     step = sum(d.seconds for d in decisions.values())
     for seconds in moved:
         step += seconds
-    step += point.recompute_s - hidden
+    step += point.recompute_s - hidden - hidden_on_host_s
     memory, peak_at = _peak(space, point)
     names = _named_for_policies(space)
     regathered = {name for name, (s, i) in zip(names, chosen, strict=True) if s.regathered and s.regathered[i]}
@@ -56,11 +59,12 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
         budget=float(int(budget)) if math.isfinite(budget) else math.inf,
         beside_s=beside,
         hidden_s=hidden,
+        hidden_on_host_s=hidden_on_host_s,
         accumulation=space.setting.accumulation,
         microbatches=space.setting.turns,
         compiled=space.setting.compiled,
         kernels=space.setting.kernels,
-        sources=_sources(space, point, sum(moved) - hidden),
+        sources=_sources(space, point, sum(moved) - hidden, on_host),
         scattered=frozenset(name for name, (s, i) in zip(names, chosen, strict=True) if s.scattered and s.scattered[i]),
         first_peak_bytes=round(space.memory.first(picked, space.edges, point.held)) if space.memory else 0,
         states=states_of(point.recomputed, point.passing, regathered, point.offloaded),
@@ -94,12 +98,15 @@ def _decisions(space: Space, picked: Sequence[int]) -> dict[str, Decision]:
     return decisions
 
 
-def _sources(space: Space, point: Point, exposed: float) -> dict[str, float]:
-    """Seconds of the step by their source; recompute is divided among sources as the ops are."""
+def _sources(space: Space, point: Point, exposed: float, hidden: Mapping[int, float]) -> dict[str, float]:
+    """Seconds of the step by their source; recompute is divided among sources as the ops are.
+
+    `hidden` are seconds of parameters on the host that take none of the step, by site.
+    """
     found: dict[str, float] = {}
-    for site, i in zip(space.sites, point.picked, strict=True):
+    for k, (site, i) in enumerate(zip(space.sites, point.picked, strict=True)):
         if site.priced_by and site.seconds[i]:
-            found[site.priced_by] = found.get(site.priced_by, 0.0) + float(site.seconds[i])
+            found[site.priced_by] = found.get(site.priced_by, 0.0) + float(site.seconds[i]) - hidden.get(k, 0.0)
     computed = sum(found.values())
     found = {source: s * (1 + point.recompute_s / computed) for source, s in found.items()}
     if exposed > 0:
@@ -154,11 +161,17 @@ def _backward(
 
 def _overlap(space: Space, picked: Sequence[int]) -> tuple[float, float]:
     """Seconds of communication in windows, and the part of them that compute hides."""
-    pairs = [(w.times, *w.seconds(picked, space.edges)) for w in space.windows]
+    pairs = [(w.times, *w.seconds(picked, space.edges)) for w in space.windows if w.lane == LINKS]
     # A window's seconds are the share of its communication that can be hidden; the rest of it is always exposed.
     beside = sum(times * moved / space.setting.cluster.hidden for times, moved, _ in pairs)
     hidden = sum(times * min(moved, run) for times, moved, run in pairs)
     return float(beside), float(hidden)
+
+
+def _hidden_on_host(space: Space, picked: Sequence[int]) -> dict[int, float]:
+    """Seconds of parameters on the host that compute hides, by site."""
+    found = seconds_on_host(space.windows, picked, space.edges)
+    return {k: hidden for k, (_, hidden) in found.items()}
 
 
 def held_of(space: Space, point: Point) -> dict[str, np.ndarray]:

@@ -143,10 +143,13 @@ def host_of(plan: Plan) -> list[str]:
     said = []
     if plan.hosted:
         stepped = sum(plan.decisions[name].seconds for name in plan.hosted)
+        hidden = f", {time(plan.hidden_on_host_s)} of it beside compute" if plan.hidden_on_host_s else ""
         states = several(len(plan.hosted), "parameter")
         whole = f", {len(plan.wholly_hosted)} of them whole" if plan.wholly_hosted else ""
         copies = " with their copies" if plan.wholly_hosted else ""
-        said.append(f"{held}optimizer states of {states}{whole}, which the CPUs step in {time(stepped)}{copies}")
+        said.append(
+            f"{held}optimizer states of {states}{whole}, which the CPUs step in {time(stepped)}{copies}{hidden}"
+        )
         held = ""
     if plan.offloaded:
         first, *others = _places_of(plan.offloaded)
@@ -222,7 +225,7 @@ def parts_of_step(plan: Plan) -> dict[str, float]:
     of_kind = defaultdict[str, float](float)
     for d in plan.decisions.values():
         of_kind[d.kind] += d.seconds
-    optimizer = of_kind.pop("parameter", 0.0)
+    optimizer = of_kind.pop("parameter", 0.0) - plan.hidden_on_host_s
     of_step = of_kind.pop("output", 0.0)
     parts = {
         "compute": sum(of_kind.values()),

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autopar.sharding.convert import Step
-from autopar.solver.lanes import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, HOST, OPTIMIZER, Event
+from autopar.solver.lanes import BACKWARD, COMMUNICATION, COMPUTE, CPUS, FORWARD, HOST, OPTIMIZER, Event
 
 if TYPE_CHECKING:
     from autopar.solver.plan import Plan
 
-_LANES = (COMPUTE, COMMUNICATION, HOST)  # a thread for each, from 1; the last only where something travels
+_LANES = (COMPUTE, COMMUNICATION, HOST, CPUS)  # a thread for each, from 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,10 @@ def _steps(steps: Iterable[Step], axes: Sequence[str]) -> str:
 def records(pid: int, process: str, events: Sequence[Event], told: Told) -> Iterator[dict[str, Any]]:
     """The records of one process: a thread for each lane, arrows, and the memory."""
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}}
-    has_host = any(event.lane == HOST for event in events)
-    for tid, lane in enumerate(_LANES if has_host else _LANES[:-1], 1):
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
+    there = {COMPUTE, COMMUNICATION, *(event.lane for event in events)}
+    for tid, lane in enumerate(_LANES, 1):
+        if lane in there:
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
     for event in events:
         yield {
             "ph": "X",

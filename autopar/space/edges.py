@@ -142,7 +142,8 @@ class EdgeBuilder:
 
     def _new_edge(self, source: _End, target: _End, cargo: _Cargo) -> Edge:
         marks = source.site.policies
-        apart = bool(source.site.regathered or source.site.scattered or source.site.parts_on_host)
+        may_hide = self.setting.steps_in_backward
+        apart = any(p.regathered or p.scattered or p.with_part or (may_hide and p.on_host) for p in marks)
         given, given_by = self._end(source.site.choices, source.place, Choice.output, apart)
         taken, taken_by = self._end(target.site.choices, target.place, Choice.operand)
         table = self.once(

@@ -45,7 +45,7 @@ def windows_of(
     Of several calls, the first gathers what is kept, and the last reduces what waits; what is gathered again, and what
     is reduced at once, move in each. Of several micro-batches of a call, what is kept is gathered before the first.
     """
-    tables = _WindowTables(setting.cluster.hidden)
+    tables = WindowTables(setting.cluster.hidden)
     moved: dict[OpsBeside, list[tuple[int, np.ndarray]]] = {}
 
     def put(transit: Transit, way: str, every: bool, edge: int, table: np.ndarray) -> None:
@@ -75,7 +75,7 @@ def windows_of(
 
 
 @dataclass(slots=True, eq=False)
-class _WindowTables:
+class WindowTables:
     """Tables of windows, one object for equal tables, so that windows that are alike can be recognised."""
 
     hidden: float  # the share of the shorter of both sums that takes no time
@@ -85,6 +85,16 @@ class _WindowTables:
         """A table with zeros wherever the edge's source takes none of the marked choices."""
         marked = edge.marked(choices)
         return self.once(("part", marked.tobytes()), (table,), lambda: np.where(marked[:, None], table, 0.0))
+
+    def on_edge(self, edge: Edge, seconds: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Seconds by choice of an edge's source as a table by [given, taken], where the mask is true."""
+
+        def made() -> np.ndarray:
+            given: np.ndarray = np.zeros(len(edge.given))
+            given[edge.given_by] = seconds
+            return np.where(mask, given[:, None], 0.0)
+
+        return self.once(("on edge", mask.tobytes()), (edge.given, edge.given_by, seconds), made)
 
     def share(self, table: np.ndarray) -> np.ndarray:
         """The share of a table's seconds that can be hidden."""

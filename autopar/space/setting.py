@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.sharding.cluster import Cluster
+from autopar.sharding.costs import DURING_BACKWARD
 from autopar.sharding.mesh import DeviceMesh
 from autopar.space.windows import BUCKET
 
@@ -27,6 +28,11 @@ class Setting:
     host_bytes: float = 0.0  # bytes of the host that optimizer states of a device may take
     parts_on_host: bool = False  # whether parameters themselves may lie there too, beside their states
     turns: int = 1  # micro-batches of a call; the graph is of one
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the host steps parameters while backward goes on; several passes end with final gradients."""
+        return self.optimizer == DURING_BACKWARD and self.passes == 1
 
     @property
     def passes(self) -> int:

@@ -24,6 +24,7 @@ from autopar.space.bindings import Bindings
 from autopar.space.constraints import Constraints, Preset
 from autopar.space.cost_explanation import CostLines
 from autopar.space.edges import EdgeBuilder
+from autopar.space.host_windows import HostWindows
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.pieces import memory_of
@@ -75,6 +76,7 @@ def shardings(
         wiring.edges,
         setting,
     )
+    windows += HostWindows(wiring, schedule, parameters, setting).windows(ops)
     told = CostLines(graph, setting, bindings, shared.kernels, shared.of_graph)
     space = Space(
         setting,

@@ -49,7 +49,7 @@ class StatesOnHost:
         for node in reversed(graph.parameters.values()):
             type_ = type_of(node)
             kept, beside = _tensors_of(type_, setting)
-            states += kept * type_.nbytes
+            states += (kept + _on_the_way(setting)) * type_.nbytes
             whole += (kept + beside) * type_.nbytes
             if kept or setting.parts_on_host:
                 through[info(node).key] = states, whole
@@ -102,7 +102,8 @@ class StatesOnHost:
         with_states = np.flatnonzero(states).tolist() if kept else []
         with_all = np.flatnonzero(whole).tolist()
         policies = site.policies or (StoragePolicy(),) * len(site.choices)
-        moved = [policies[i]._replace(on_host=float(held[i] * kept)) for i in with_states]
+        there = held * (kept + _on_the_way(self.setting))
+        moved = [policies[i]._replace(on_host=float(there[i])) for i in with_states]
         of_all = held * (kept + beside)
         moved += [policies[i]._replace(on_host=float(of_all[i]), with_part=True) for i in with_all]
         # No host is faster than the device: where nothing is gained, states stay.
@@ -119,6 +120,11 @@ class StatesOnHost:
             return copies
         stepped = np.maximum(site.seconds, held / type_.itemsize / self.host.adamw_params_per_s)
         return stepped + copies + self.host.down_s(held)
+
+
+def _on_the_way(setting: Setting) -> int:
+    """Tensors of a parameter's size that wait beside its states where backward is faster than the CPUs."""
+    return 2 if setting.steps_in_backward else 0
 
 
 def _tensors_of(type_: TensorType, setting: Setting) -> tuple[float, float]:

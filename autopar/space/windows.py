@@ -28,6 +28,12 @@ import numpy as np
 if TYPE_CHECKING:
     from autopar.space.space import Edge
 
+# What moves, or is computed, beside the compute of a window's ops.
+LINKS = "links"  # communication between devices
+UP = "up"  # copies from the host
+DOWN = "down"  # copies to it
+CPUS = "cpus"  # steps of its CPUs
+
 BUCKET = 25 * 2**20  # bytes of whole parameters that travel together
 BLOCK = 1  # least bytes of a window: each block that reads a parameter is one
 
@@ -42,11 +48,27 @@ class Window:
     times: int  # number of times in a step
     communication: tuple[tuple[int, np.ndarray], ...]  # an edge and its table by [given, taken]
     compute: tuple[tuple[int, np.ndarray], ...]  # a site and its table by choice
+    lane: str = LINKS
 
     def seconds(self, picked: Sequence[int], edges: Sequence[Edge]) -> tuple[float, float]:
         """(communication, compute) seconds of the window under the picked choices."""
         moved = sum(float(table[edges[k].place(picked)]) for k, table in self.communication)
         return moved, sum(float(run[picked[i]]) for i, run in self.compute)
+
+
+def seconds_on_host(
+    windows: Sequence[Window], picked: Sequence[int], edges: Sequence[Edge]
+) -> dict[int, tuple[float, float]]:
+    """Seconds of parameters on the host in windows, and those of them that compute hides, by site."""
+    found: dict[int, tuple[float, float]] = {}
+    for window in (window for window in windows if window.lane != LINKS):
+        moved, run = window.seconds(picked, edges)
+        share = min(1.0, run / moved) if moved else 0.0
+        for edge, table in ((edges[k], table) for k, table in window.communication):
+            seconds = window.times * float(table[edge.place(picked)])
+            whole, hidden = found.get(edge.source, (0.0, 0.0))
+            found[edge.source] = whole + seconds, hidden + share * seconds
+    return found
 
 
 def buckets_by_window(sizes: Sequence[int], windows: Sequence[int]) -> list[list[int]]:

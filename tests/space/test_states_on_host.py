@@ -9,6 +9,7 @@ import pytest
 import autopar
 from autopar import DeviceMesh
 from autopar.letters import BadConstraint, BadPlan, Infeasible
+from autopar.sharding.costs import DURING_BACKWARD, STEPS_ON_HOST
 from autopar.solver import fewer_on_host
 from tests import language
 from tests.host import with_host
@@ -178,3 +179,52 @@ def test_no_more_states_go_than_the_budget_asks_for(monkeypatch):
     more = autopar.plan(model, batch, **how)
     assert few.hosted < more.hosted and few.step_time_s < 0.6 * more.step_time_s
     assert few.peak_bytes + min(states_of(few, [name]) for name in few.hosted) > few.budget
+
+
+def block_of(name):
+    """The window of an op or a parameter of the decoder of four blocks: each block is one, and what stands around."""
+    if name.startswith("blocks."):
+        return 1 + int(name.split(".")[1].partition("/")[0])
+    return 5 if name.startswith(("norm", "head")) else 0
+
+
+@pytest.mark.parametrize("optimizer", STEPS_ON_HOST)
+@pytest.mark.parametrize("with_part", [False, True])
+@pytest.mark.parametrize("rate", [1e8, 1e11])
+def test_what_compute_hides_of_the_host_is_that_of_each_window(optimizer, with_part, rate):
+    """Counted here by blocks: copies up beside the block before the one beside which a part is gathered, copies down
+    beside the second block behind, and steps beside the third, or the second where gradients stay on the device."""
+    model, batch = case("decoder")
+    cluster = with_host(eager_links(), rate, 1e3 * rate)
+    pins = {"*": f"S(0)@dp; R; regathered; end; {'wholly' if with_part else 'host'}"}
+    how = dict(mesh=DP, memory_budget="inf", host_budget="1GiB", cluster=cluster, constraints=pins)
+    plan = autopar.plan(model, batch, optimizer=optimizer, **how)
+    assert plan.hosted == set(plan.parameters)
+    space = plan.search.counted.space
+    compute = [[0.0, 0.0] for _ in range(6)]
+    last_of_inputs = [site.name for site in space.sites].index("/add:shared")
+    for k, (site, i) in enumerate(zip(space.sites, plan.search.point.picked, strict=True)):
+        w = block_of(site.name) or (0 if k <= last_of_inputs else 5)
+        for way in range(2 if site.compute else 0):
+            compute[w][way] += float(site.compute[way][i])
+    work = {what: [0.0] * 9 for what in ("up", "again", "down", "cpus")}  # beside windows, and beside none from 6 on
+    for name in plan.parameters:
+        first, held = block_of(name), plan.parameter_bytes[name] / 2
+        last = 5 if name.startswith("table") else first  # Logits are made of it.
+        up, down = (with_part * copy(held) for copy in (cluster.host.up_s, cluster.host.down_s))
+        work["up"][first - 2 if first > 1 else 8] += up
+        work["again"][last + 2] += up
+        work["down"][first - 2 if first > 1 else 8] += down
+        step = plan.decisions[name].seconds - 2 * up - down
+        beside = first - 2 - with_part
+        work["cpus"][beside if beside >= 0 and optimizer == DURING_BACKWARD else 8] += step
+    hidden = sum(min(s, compute[w][what != "up"]) for what, each in work.items() for w, s in enumerate(each[:6]))
+    assert plan.hidden_on_host_s == pytest.approx(hidden)
+    assert bool(hidden) == (with_part or optimizer == DURING_BACKWARD)
+    events = plan.timeline().events
+    assert max(e.begins_s + e.seconds for e in events) == pytest.approx(plan.step_time_s)
+    of_host = (e for e in events if e.lane in ("host", "cpus") or e.part == "optimizer")
+    serial = sum(plan.decisions[name].seconds for name in plan.parameters)
+    assert sum(e.seconds - (e.hidden_s or 0.0) for e in of_host) == pytest.approx(serial - hidden)
+    assert sum(plan.sources.values()) == pytest.approx(plan.step_time_s) and plan.lower_bound_s <= plan.step_time_s
+    assert ("of it beside compute" in str(plan).replace("\n", " ")) == bool(hidden)
