@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.runtime.host import HOST
+from autopar.sharding.costs import DURING_BACKWARD
 from autopar.sharding.host import Host
 from benchmarks import memory
 
@@ -163,18 +164,20 @@ def print_states() -> None:
     assert free is not None
     print(f"saved whole: {free.step_time_s:.4f} s a step, {free.peak_bytes / GIB:.1f} GiB\n")
     there = "on the host, GiB | states there of | parameters there | values there"
-    print(f"| budget | step without a host | step | gap | {there} | CPU s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| budget | step without a host | step | gap | {there} | CPU s | steps during backward | CPU s |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for share in TIGHT:
         without, _ = planned(share * free.peak_bytes, alone, "autopar-adamw")
         plan, took = planned(share * free.peak_bytes, cluster, "autopar-adamw")
         beside = "nothing fits" if without is None else f"{without.step_time_s:.3f} s"
         if plan is None:
-            print(f"| {share:.2f} | {beside} | nothing fits | | | | | | {took:.1f} |", flush=True)
+            print(f"| {share:.2f} | {beside} | nothing fits | | | | | | {took:.1f} | | |", flush=True)
             continue
+        during, longer = planned(share * free.peak_bytes, cluster, DURING_BACKWARD)
+        hidden = "nothing fits" if during is None else f"{during.step_time_s:.3f} s"
         step = f"{plan.step_time_s:.3f} s | {plan.gap:.1%} | {plan.host_bytes / GIB:.1f}"
         of = f"{len(plan.hosted)} of {len(plan.parameters)} | {len(plan.wholly_hosted)} | {len(plan.offloaded)}"
-        print(f"| {share:.2f} | {beside} | {step} | {of} | {took:.1f} |", flush=True)
+        print(f"| {share:.2f} | {beside} | {step} | {of} | {took:.1f} | {hidden} | {longer:.1f} |", flush=True)
 
 
 PRINTED = {"links": print_links, "states": print_states, "held": print_held, "parameters": print_parameters}

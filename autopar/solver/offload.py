@@ -22,7 +22,7 @@ from autopar.sharding.host import Host
 from autopar.solver.limits import LIMITS
 from autopar.solver.states import Again, StateSearch, StepStates
 from autopar.space.space import Space
-from autopar.space.timeline import Away, Through, Timeline
+from autopar.space.timeline import Away, Passing, Through, Timeline
 from autopar.space.windows import CPUS, UP
 
 _LIMITS = LIMITS.states
@@ -77,6 +77,7 @@ class Packing:
             if values and i not in line.forced:
                 self.able[i] = values
         self.last = [line.runs[i].time for i in last]  # value -> the time of forward at which it is last read
+        self._stays: dict[tuple[Again, Passing], Through] = {}  # states -> the step where nothing travels
 
     @property
     def largest(self) -> list[int]:
@@ -93,7 +94,7 @@ class Packing:
         """The states with as few values on the host as bring their peak under the budget; None where none do."""
         if states.peak <= budget:
             return states
-        through = self.line.under(states.again, states.passing)
+        through = self._where_nothing_travels(states)
         if float((through.held - self._most_away(through)).max()) > budget:
             return None
         groups = sorted(self._groups(states.again, through), key=lambda g: (-g.need, g.left))
@@ -121,9 +122,14 @@ class Packing:
 
     def peak(self, states: StepStates) -> float:
         """The peak of the states with all on the host that comes in time."""
-        through = self.line.under(states.again, states.passing)
+        through = self._where_nothing_travels(states)
         away = self.travels(list(self._groups(states.again, through)), self._ends(through))
         return float(self.line.under(states.again, states.passing, away).held.max())
+
+    def _where_nothing_travels(self, states: StepStates) -> Through:
+        if states.key not in self._stays:
+            self._stays[states.key] = self.line.under(states.again, states.passing)
+        return self._stays[states.key]
 
     def _most_away(self, through: Through) -> np.ndarray:
         """The most bytes that can be away at every time."""
@@ -232,16 +238,20 @@ def _under(packing: Packing, budget: float, looser: float) -> StepStates | None:
 
 def _with_more(packing: Packing, budget: float) -> StepStates | None:
     """States with one more repeated run after another, which lowers the peak most, until they fit."""
+    if float(packing.line.other.max()) > budget:  # What no states change is too much.
+        return None
     states = packing.search.none
+    peak = packing.peak(states)
     for _ in range(_LIMITS.more):
-        peak = packing.peak(states)
         nexts = [packing.search.of(states.again | {i}) for i in packing.largest if i not in states.again]
         fits = [found for one in nexts if (found := packing.packed(one, budget)) is not None]
         if fits:
             return min(fits, key=lambda found: found.seconds)
-        states = min(nexts, key=lambda one: (packing.peak(one), one.seconds), default=states)
-        if packing.peak(states) >= peak:
+        lowest = min(((packing.peak(one), one.seconds, k) for k, one in enumerate(nexts)), default=(peak, 0.0, 0))
+        if lowest[0] >= peak:
             break
+        peak = lowest[0]
+        states = nexts[lowest[2]]
     return None
 
 
