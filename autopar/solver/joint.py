@@ -140,7 +140,8 @@ class JointTables:
         edges: dict[int, list[np.ndarray]] = {}
         for piece in self.memory.pieces:
             if piece.first <= self.time <= piece.last and not has_state(self.space, piece):
-                (edges if piece.is_edge else sites).setdefault(piece.place, []).append(piece.bytes)
+                alike = self.counted.tables.alike(piece.bytes)
+                (edges if piece.is_edge else sites).setdefault(piece.place, []).append(alike)
         return sites, edges
 
     def least_bytes(self) -> float:

@@ -75,9 +75,12 @@ class PricedTables:
             self.rows[time] = self._shared(sites), self._shared(edges)
         return self.rows[time]
 
+    def alike(self, table: np.ndarray) -> np.ndarray:
+        """The one object that stands for all tables equal to this one, so that results for it serve all."""
+        return self._alike.setdefault(table.tobytes() + repr(table.shape).encode(), table)
+
     def _shared(self, tables: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """The tables with equal ones replaced by one object, so that results for it serve all."""
-        return {i: self._alike.setdefault(t.tobytes() + repr(t.shape).encode(), t) for i, t in tables.items()}
+        return {i: self.alike(table) for i, table in tables.items()}
 
 
 def _times(seconds: np.ndarray, of_time: float) -> np.ndarray:
