@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -114,6 +115,8 @@ class _Stages:
             if self.alive[t] > _LIMITS.wide * max(self.alive[before], self.alive[behind])
         ]
         self.begins = [t for t in narrow if t not in wide]
+        self.times = [run.time for run in line.runs]
+        assert self.times == sorted(self.times)
         self.other = line.other + self._fixed()  # bytes of what is in no run or not dropped, by time
 
     def __len__(self) -> int:
@@ -141,10 +144,13 @@ class _Stages:
             held[end + 1] -= line.bytes[v]
         return np.cumsum(held)[:-1]
 
+    def all_runs(self, first: int, end: int) -> range:
+        """The runs of the stages `first` to `end` (exclusive)."""
+        return range(bisect_left(self.times, self.begins[first]), bisect_left(self.times, self.begins[end]))
+
     def runs(self, first: int, end: int) -> list[int]:
         """The runs of the stages `first` to `end` (exclusive) that make something."""
-        begin, behind = self.begins[first], self.begins[end]
-        return [i for i, run in enumerate(self.line.runs) if begin <= run.time < behind and run.makes]
+        return [i for i in self.all_runs(first, end) if self.line.runs[i].makes]
 
     def before(self, op: int, states: StepStates) -> Iterator[Passing]:
         """Passings with more values that the backward of an op can do without for now, the largest first."""
@@ -195,7 +201,7 @@ class _Stages:
         line = self.line
         begin = self.begins[first]
         behind = self.begins[end]
-        here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
+        here = self.all_runs(first, end)
         made = [v for i in here for v in line.runs[i].makes]
         number = {v: k for k, v in enumerate(made)}
 
@@ -247,7 +253,7 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
         ways = list[_Way]()
         for end in (first + n for n in _LIMITS.joined if first + n <= len(stages)):
             part = stages.part(first, end)
-            key = (tuple(replace(run, name="", region="") for run in part.runs), *part.bytes.tolist())
+            key = (tuple(run.unnamed for run in part.runs), *part.bytes.tolist())
             if key not in alike:
                 sets = _sets(part, is_all_or_none)
                 alike[key] = [(s, part._step(s)[2][part.ops :]) for s in sets]
@@ -280,7 +286,7 @@ def _ways_among(
     line = stages.line
     begin = stages.begins[first]
     behind = stages.begins[end]
-    here = [i for i, run in enumerate(line.runs) if begin <= run.time < behind]
+    here = stages.all_runs(first, end)
     own = frozenset(here)
     leaving = stages.leaving(here, end)
     made = stages.made(here)
