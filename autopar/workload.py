@@ -66,7 +66,7 @@ def _flops(node: fx.Node, binding: Binding, operands: Sequence[fx.Node]) -> floa
     assert facts.flops is not None
     if facts.products is not None:
         alone = OpOnDevice.alone(len(operands), len(info(node).outputs))
-        forward = sum(2 * math.prod(sizes) for sizes in facts.products(call_of(node), alone).forward)
+        forward = sum(2 * math.prod(sizes) for sizes in facts.products(call_of(node), alone, "cpu").forward)
         matrices = operands[0], *(n for n in operands if len(type_of(n).shape) > 2)
         return forward * (1 + sum(type_of(n).requires_grad for n in matrices) / (len(matrices) - 1))
     forward = facts.flops[0] * math.prod(binding.sizes[factor] for factor in loops)

@@ -42,7 +42,8 @@ class Kernels(NamedTuple):
 
     forward: Sequence[Sizes]  # matrix products
     backward: Sequence[Sizes]
-    passed: float  # bytes that others read and write in forward; backward has twice as many
+    passed: float  # bytes that others read and write in forward
+    passed_back: float
 
 
 FormFunction = Callable[["Here", "OpCall", dict[str, Any]], "Form"]
@@ -186,7 +187,7 @@ class Facts:
     # More bytes that the local form saves for backward, on a device that holds parts of these shapes.
     part_keeps: Callable[[OpCall, Any, Here], int] | None = None
     flops: tuple[float, str] | None = None  # a product's FLOPs per point of its factors except this pattern's
-    products: Callable[[OpCall, Here], Kernels] | None = None  # the kernels of a call that runs several products
+    products: Callable[[OpCall, Here, str], Kernels] | None = None  # kernels of a call of several products
     windows: bool = False  # reads windows of its input; a product then has other kernels than one of rows
     # Attention, whose kernels are timed by head width and sequence length: the share of its queries by its keys that
     # the fullest device computes.

@@ -323,7 +323,7 @@ def _of_visits(nbytes: float) -> Callable[[LargestShapes, int], float]:
     return lambda parts, n: nbytes * n
 
 
-def kernels(call: OpCall, here: Here) -> Kernels:
+def kernels(call: OpCall, here: Here, kind: str) -> Kernels:
     """The matrix products of a device, in forward and in backward, and what else it reads and writes.
 
     Backward makes results again where something stands behind them. The fullest device has more rows than the mean
@@ -336,11 +336,24 @@ def kernels(call: OpCall, here: Here) -> Kernels:
     back = [(e, rows, inner, h), (e, inner, h, rows), (e, rows, h, width), (e, width, h, rows)]
     if call.arguments.get("behind"):
         back.append((e, rows, h, inner))
-    # Rows are gathered, go through the body, and are added to sums slot by slot; backward does each of it twice.
+    inside = 2 * width + (inner if width > inner else 0)  # elements of a pair that the body reads and writes
     item = call.arguments["input"].itemsize
-    body = 2 * width + (inner if width > inner else 0)
-    passed = e * rows * ((2 * h + body + 4 * h) * item + 2 * h * max(4, item))
-    return Kernels([(e, rows, width, h), (e, rows, h, inner)], back, passed)
+    pairs = e * rows
+    if kind == "cpu":
+        passed = pairs * ((2 * h + inside + 4 * h) * item + 2 * h * max(4, item))
+        return Kernels([(e, rows, width, h), (e, rows, h, inner)], back, passed, 2 * passed)
+    # Rows are gathered, go through the body, and are added up by one kernel (`kernels/slot_sums.py`). Backward gathers
+    # rows and gradients, runs the body again and back, and weighs the gradients of results and of hidden rows.
+    sums = pairs * h + _summed(here, call, hops) * h
+    passed = (pairs * (2 * h + inside) + sums) * item
+    passed_back = (pairs * (4 * h + 2 * inside + 2 * h + 4 * inner) + sums) * item
+    return Kernels([(e, rows, width, h), (e, rows, h, inner)], back, passed, passed_back)
+
+
+def _summed(here: Here, call: OpCall, hops: Sequence[Hop]) -> float:
+    """The rows for which a device adds up results: its own, or those that arrive from a balanced router."""
+    arrived = [hop.parts * hop.rows / LIMITS.spare for hop in hops if hop.travels]
+    return (arrived or [float(largest_local_shape(call.arguments["input"].shape, here.lies(0), here.mesh)[0])])[-1]
 
 
 def kept_beside(call: OpCall, held: Sequence[tuple[int, ...]], here: Here) -> int:

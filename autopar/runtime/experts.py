@@ -30,6 +30,7 @@ from torch import Tensor
 from autopar.runtime.bodies import gradients_of_body, reads_of, run_body
 from autopar.runtime.collectives import Axis
 from autopar.runtime.grouped import gradient_by_groups, product_by_groups
+from autopar.runtime.slots import slot_sums, wide_of
 from autopar.runtime.visits import Hop, Way
 from autopar.runtime.wires import EXCHANGING, Exchanging, Wire
 
@@ -121,7 +122,7 @@ class _Matrices:
             gradient = torch.where(is_there, gradient, 0)
         of_rows, *of_more = gradients_of_body(body, rows, [self.more[i] for i in places], gradient)
         for i, found in zip(places, of_more, strict=True):
-            self.add(f"more {i}", found.to(_wide(found)))
+            self.add(f"more {i}", found.to(wide_of(found)))
         return of_rows
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -132,7 +133,7 @@ class _Matrices:
         bias: Tensor | None = getattr(self, name)
         if bias is not None:
             own = torch.where(_are_there(gradient, ends), gradient, 0)
-            summed = torch.zeros(bias.shape, dtype=_wide(bias), device=bias.device)
+            summed = torch.zeros(bias.shape, dtype=wide_of(bias), device=bias.device)
             self.add(name, summed.index_add_(0, experts, own.to(summed.dtype)))
 
     def all_gradients(self) -> list[Tensor]:
@@ -181,29 +182,10 @@ class _Sorted:
         experts = self.experts[first:last].clamp(max=self.ends.numel() - 1)
         return self.order[first:last] // self.slots, experts, (self.ends - first).clamp(0, last - first)
 
-    def slot(self, j: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The places of the pairs of slot `j` of all rows among some pairs, and which of them stand there."""
-        place = self.place.view(-1, self.slots)[:, j] - first
-        is_there = (place >= 0) & (place < last - first) & self.here[:, j]
-        return place.clamp(0, max(0, last - first - 1)), is_there
-
-    def add_to(self, out: Tensor, made: Tensor, first: int, last: int, weights: Tensor | None = None) -> None:
-        """Add what was made of some pairs to their rows, slot by slot, as atomic sums have no order."""
-        for j in range(self.slots):
-            place, is_there = self.slot(j, first, last)
-            share = made[place].masked_fill_(~is_there[:, None], 0)  # rows of no expert are arbitrary
-            if weights is None:
-                out.add_(share)
-            else:
-                out.addcmul_(share, weights[:, j, None])
-
-
-def _wide(*tensors: Tensor) -> torch.dtype:
-    """The dtype in which results of several experts are added up."""
-    dtype = torch.float32
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype
+    def places(self, first: int, last: int) -> Tensor:
+        """The places of the pairs of all rows among some pairs, by slot; -1 for those that do not stand there."""
+        place = self.place.view(-1, self.slots) - first
+        return torch.where((place >= 0) & (place < last - first) & self.here, place, -1)
 
 
 class _Rows(NamedTuple):
@@ -217,7 +199,8 @@ class _Rows(NamedTuple):
 def _computed(rows: _Rows, of: _Matrices, is_whole: bool, keep: _Kept | None) -> Tensor:
     """The weighted sums of what this device's experts make of its rows."""
     pairs = _Sorted(rows.ids, of.up.shape[0], is_whole)
-    out = torch.zeros(rows.x.shape, dtype=_wide(rows.x, rows.weights), device=rows.x.device)
+    wide = wide_of(rows.x, rows.weights)
+    out: Tensor | None = None
     for first, last in pairs.chunks(of.setup.chunk):
         places, experts, ends = pairs.of(first, last)
         before = of.hidden(rows.x[places], experts, ends)
@@ -229,8 +212,9 @@ def _computed(rows: _Rows, of: _Matrices, is_whole: bool, keep: _Kept | None) ->
         del hidden
         if of.setup.behind:
             made = of.run(of.setup.behind, made)
-        pairs.add_to(out, made, first, last, rows.weights)
-    return out.to(rows.x.dtype)
+        dtype = rows.x.dtype if last == pairs.total else wide
+        out = slot_sums(made, pairs.places(first, last), rows.weights, out, dtype)
+    return torch.zeros_like(rows.x) if out is None else out
 
 
 def _computed_back(
@@ -243,8 +227,8 @@ def _computed_back(
     x, ids, weights = rows
     transposed = of.setup.transposed
     pairs = _Sorted(ids, of.up.shape[0], is_whole)
-    of_x = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
-    of_weights = torch.zeros(weights.shape, dtype=_wide(x, weights), device=x.device)
+    of_x: Tensor | None = None
+    of_weights = torch.zeros(weights.shape, dtype=wide_of(x, weights), device=x.device)
     for first, last in pairs.chunks(of.setup.chunk):
         places, experts, ends = pairs.of(first, last)
         given = x[places]
@@ -279,11 +263,10 @@ def _computed_back(
         del given
         back = product_by_groups(of_before, of.up, ends, transposed)
         del of_before
-        pairs.add_to(of_x, back, first, last)
-        for j in range(pairs.slots):
-            place, is_there = pairs.slot(j, first, last)
-            of_weights[:, j] += torch.where(is_there, of_share[place], 0)
-    return of_x.to(x.dtype), of_weights.to(weights.dtype)
+        at = pairs.places(first, last)
+        of_x = slot_sums(back, at, None, of_x, x.dtype if last == pairs.total else wide_of(x))
+        of_weights += torch.where(at >= 0, of_share[at.clamp(min=0)], 0)
+    return torch.zeros_like(x) if of_x is None else of_x, of_weights.to(weights.dtype)
 
 
 def _dots(one: Tensor, other: Tensor) -> Tensor:
@@ -329,7 +312,7 @@ class _Device:
         hop, *inner = hops
         if not hop.travels:
             return self.forward(_staying(rows, hop), inner, keep, is_outer)
-        out = torch.zeros(rows.x.shape, dtype=_wide(rows.x), device=rows.x.device)
+        out = torch.zeros(rows.x.shape, dtype=wide_of(rows.x), device=rows.x.device)
         way = self._way(rows, hop, inner)
         for i in range(way.rounds):
             here = way.round(i)
@@ -350,8 +333,8 @@ class _Device:
         if not hop.travels:
             return self.backward(_staying(rows, hop), gradient, inner, kept, is_outer)
         x, _, weights = rows
-        of_x = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
-        of_weights = torch.zeros(weights.shape, dtype=_wide(weights), device=x.device)
+        of_x = torch.zeros(x.shape, dtype=wide_of(x), device=x.device)
+        of_weights = torch.zeros(weights.shape, dtype=wide_of(weights), device=x.device)
         way = self._way(rows, hop, inner)
         for i in range(way.rounds):
             here = way.round(i)

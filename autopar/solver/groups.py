@@ -27,7 +27,7 @@ import numpy as np
 
 from autopar.solver.limits import LIMITS
 from autopar.solver.states import Again, StateSearch, StepStates
-from autopar.space.timeline import Momentary, Passing, Timeline
+from autopar.space.timeline import Momentary, Passing, Run, Timeline
 
 _LIMITS = LIMITS.groups
 
@@ -253,13 +253,19 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
         ways = list[_Way]()
         for end in (first + n for n in _LIMITS.joined if first + n <= len(stages)):
             part = stages.part(first, end)
-            key = (tuple(run.unnamed for run in part.runs), *part.bytes.tolist())
+            key = (tuple(map(_unnamed, part.runs)), *part.bytes.tolist())
             if key not in alike:
                 sets = _sets(part, is_all_or_none)
                 alike[key] = [(s, part._step(s)[2][part.ops :]) for s in sets]
             ways += _best(_ways_among(stages, first, end, alike[key]))
         found.append(ways)
     return found
+
+
+def _unnamed(run: Run) -> tuple[Any, ...]:
+    """All of a run but its names: equal for runs of stages that are alike."""
+    values = (run.reads, run.makes, run.keeps, run.first)
+    return (*values, run.seconds, run.time, run.work, run.is_op, run.is_core, run.is_forced)
 
 
 def _sets(part: Timeline, is_all_or_none: bool) -> list[frozenset[int]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, call_of, info, op_name, type_of
@@ -114,7 +115,8 @@ class OpSeconds:
         assert products is not None
         call = call_of(chosen.node)
         itemsize = chosen.outputs[0].itemsize
-        by_choice = [products(call, OpOnDevice.fullest(self.mesh, choice)) for choice in chosen.choices]
+        kind = self.cluster.device.kernels
+        by_choice = [products(call, OpOnDevice.fullest(self.mesh, choice), kind) for choice in chosen.choices]
 
         def kernels(way: int) -> Iterator[Kernel]:
             for sizes in zip(*(of[way] for of in by_choice), strict=True):
@@ -124,10 +126,10 @@ class OpSeconds:
                 yield Kernel(("grouped_mm",), chosen.outputs[0].dtype, 2 * batch * m * n * k, moved, moved,
                              is_product=True, matrices=matrices)  # fmt: skip
 
-        passed = np.array([of.passed for of in by_choice], float)
-        passes = Kernel((), chosen.outputs[0].dtype, passed / itemsize, passed, passed)
-        back = [*((1, kernel) for kernel in kernels(1)), (2, passes)]
-        return Kernels([*kernels(0), passes], beside=back if chosen.trained else ())
+        dtype = chosen.outputs[0].dtype
+        forward = _passes(dtype, [of.passed for of in by_choice])
+        back = [*((1, kernel) for kernel in kernels(1)), (2, _passes(dtype, [of.passed_back / 2 for of in by_choice]))]
+        return Kernels([*kernels(0), forward], beside=back if chosen.trained else ())
 
     def _weights_of(self, chosen: Chosen) -> Sequence[tuple[int, Kernel]]:
         """The pass in which a norm's backward sums the gradients of its weights; none for other ops.
@@ -235,6 +237,12 @@ class OpSeconds:
         if self.chains is not None:
             return self.chains.traffic(node, given)
         return alone(node, given, self.cluster.device.kernels)
+
+
+def _passes(dtype: torch.dtype, passed: Sequence[float]) -> Kernel:
+    """Kernels that read and write so many bytes, by choice."""
+    moved = np.array(passed, float)
+    return Kernel((), dtype, moved / dtype.itemsize, moved, moved)
 
 
 def _copies(graph: Graph, kind: str) -> frozenset[fx.Node]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -65,12 +65,6 @@ class Run:
     is_core: bool = False  # is it in the core of an attention?
     # is what it makes always dropped? The copy of a parameter that is gathered again, or what is inside a kernel
     is_forced: bool = False
-
-    @property
-    def unnamed(self) -> tuple[Hashable, ...]:
-        """All of the run but its names: equal for runs of layers that are alike."""
-        values = (self.reads, self.makes, self.keeps, self.first)
-        return (*values, self.seconds, self.time, self.work, self.is_op, self.is_core, self.is_forced)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

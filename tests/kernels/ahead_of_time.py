@@ -33,10 +33,11 @@ from autopar.kernels import (
     masked_softmax,
     rotary,
     rows,
+    slot_sums,
 )
 
 SHARED = {80: 163 * 2**10, 89: 99 * 2**10, 90: 227 * 2**10}  # bytes that a block may have, by capability
-INTEGERS = dict.fromkeys(("T", "START", "KEY", "COLUMN", "FIRST", "SECOND", "THIRD"), "*i64")
+INTEGERS = dict.fromkeys(("T", "START", "KEY", "COLUMN", "FIRST", "SECOND", "THIRD", "PLACES"), "*i64")
 NUMBERS = ("eps", "factor", "scale", "cap", "of_target", "of_all", "kept", "length", "root", "beta1", "beta2")
 POINTERS = {"bfloat16": "*bf16", "float32": "*fp32"}
 PTXAS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
@@ -86,6 +87,10 @@ def variants(dtype, capability):
         yield dropout.kernel, {"ADDS": adds, "DIMS": 3, **drawn}, warps, ()
     for is_mask in (False, True):
         yield draws.kernel, {"IS_MASK": is_mask, "DIMS": 3, **drawn}, warps, ()
+    for weighs, adds in flags:
+        left_out = {name: None for name, is_given in (("WEIGHTS", weighs), ("BEFORE", adds)) if not is_given}
+        constants = {**left_out, "SLOTS": 8, "BLOCK": slot_sums.BLOCK}
+        yield slot_sums.kernel, constants, slot_sums.WARPS, ("BEFORE",)
     for scaled, master in itertools.product((False, True), (False, True)):
         constants = {"IS_SCALED": scaled, "HAS_MASTER": master, "BLOCK": adamw.BLOCK}
         yield adamw.kernel, constants, adamw.WARPS, ("M", "V", "W", "SCALE")

@@ -15,6 +15,7 @@ if not can_run():
         "test_adamw.py",
         "test_draws.py",
         "test_gpu.py",
+        "test_slot_sums.py",
     ]
 
 
