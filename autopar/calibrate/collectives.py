@@ -20,11 +20,13 @@ import torch.distributed as dist
 from autopar.calibrate.limits import LIMITS
 from autopar.calibrate.stages import Stages
 from autopar.runtime.collectives import STEPS, Axis
+from autopar.runtime.wires import Wire
 from autopar.sharding.cluster import Measured
 from autopar.sharding.costs import seconds
 from autopar.sharding.mesh import DeviceMesh
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+UNEVEN = "uneven_all_to_all"  # what local forms of ops send: parts of unlike lengths, as visits of experts are
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", UNEVEN)
 # bytes of the whole tensor: those of a number and of 16, between which gloo's sums need more and more messages, then
 # 4 KiB to 16 MiB
 SIZES = (4, 64, *(4**k * 4096 for k in range(7)))
@@ -81,6 +83,10 @@ def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Cal
     n = axis.size
     rows = max(1, round(size / 4 / n / n / 16))
     whole = (n * rows, n * 16)  # cut evenly either way
+    if kind == UNEVEN:
+        x = torch.ones(rows * n, 16, device=device)
+        lengths = unlike_lengths(axis.index, n, len(x))
+        return n * x.numel() * 4, lambda: Wire(axis).rows(x, lengths, lengths)
     if kind == "all_reduce" and size < math.prod(whole) * 4:
         whole = (1, max(1, size // 4))
     local = (rows, whole[1]) if kind in ("all_gather", "all_to_all") else whole
@@ -92,6 +98,14 @@ def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Cal
         "all_to_all": (0, whole[0], (), 1, whole[1], ()),
     }[kind]
     return math.prod(whole) * 4, lambda: STEPS[kind](x, axis, *arguments)
+
+
+def unlike_lengths(rank: int, n: int, rows: int) -> list[int]:
+    """How many of its rows a rank sends to each: from a device to another as many as come back."""
+    shares = [1 + (rank + other) % n for other in range(n)]
+    found = [rows * share // sum(shares) for share in shares]
+    found[shares.index(n)] += rows - sum(found)
+    return found
 
 
 def _share_cores(device: str) -> bool:

@@ -54,6 +54,7 @@ FORMULAS: dict[str, sp.Expr] = {
     "reduce_scatter": latency + (n - 1) / n * whole / wire,
     "all_reduce": latency + 2 * (n - 1) / n * whole / wire,
     "all_to_all": latency + (n - 1) / n * whole / n / wire,  # each device holds whole / n and keeps 1 / n of it
+    "uneven_all_to_all": latency + (n - 1) / n * whole / n / wire,  # parts of a device differ in length
     "send": latency + whole / wire,  # `whole` is what one device sends to the next
     "copy": launch + 2 * bytes_ / bandwidth,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from autopar.graph.graph import call_of, info
 from autopar.ops.entry import exchanges_of, sends_along
 from autopar.ops.exchange import FORWARD, WAYS, Along, Exchange
 from autopar.ops.local import OpOnDevice
+from autopar.sharding.costs import is_measured
 from autopar.sharding.placement import largest_local_shape
 from autopar.sharding.strategies import Choice, values
 from autopar.space.chosen import Chosen, local_sizes
@@ -76,8 +77,14 @@ def sent_under(prices: OpSeconds, chosen: Chosen, choice: Choice) -> Iterator[Se
         along = Along(OpOnDevice.fullest(mesh, choice), mesh.axes[axis])
         for e in _exchanges_of(chosen, along) if cut else ():
             nbytes = left if e.nbytes is None else e.nbytes(parts, n)
-            once = prices.costs.step(e.kind, 0, prices.cluster.levels(mesh, axis, e.kind), nbytes)
+            once = prices.costs.step(e.kind, 0, _levels(prices, axis, e.kind), nbytes)
             yield Sent(e, axis, e.times(n), e.hides(n), nbytes, once)
+
+
+def _levels(prices: OpSeconds, axis: int, kind: str) -> Sequence[tuple[int, Any]]:
+    """The links of a message. Parts that local forms send differ in length, which a profile may have measured."""
+    measured = prices.cluster.levels(prices.mesh, axis, f"uneven_{kind}")
+    return measured if is_measured(measured) else prices.cluster.levels(prices.mesh, axis, kind)
 
 
 def _exchanges_of(chosen: Chosen, along: Along | None) -> list[Exchange]:

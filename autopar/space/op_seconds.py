@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, call_of, info, op_name, type_of
-from autopar.graph.nodes import typed
+from autopar.graph.nodes import TensorType, typed
 from autopar.once import Once
 from autopar.ops.entry import Line, facts_of, goes_beyond, timed_name
 from autopar.ops.local import OpOnDevice
@@ -126,9 +125,9 @@ class OpSeconds:
                 yield Kernel(("grouped_mm",), chosen.outputs[0].dtype, 2 * batch * m * n * k, moved, moved,
                              is_product=True, matrices=matrices)  # fmt: skip
 
-        dtype = chosen.outputs[0].dtype
-        forward = _passes(dtype, [of.passed for of in by_choice])
-        back = [*((1, kernel) for kernel in kernels(1)), (2, _passes(dtype, [of.passed_back / 2 for of in by_choice]))]
+        result = chosen.outputs[0]
+        forward = _passes(result, [of.passed for of in by_choice])
+        back = [*((1, kernel) for kernel in kernels(1)), (2, _passes(result, [of.passed_back / 2 for of in by_choice]))]
         return Kernels([*kernels(0), forward], beside=back if chosen.trained else ())
 
     def _weights_of(self, chosen: Chosen) -> Sequence[tuple[int, Kernel]]:
@@ -239,10 +238,10 @@ class OpSeconds:
         return alone(node, given, self.cluster.device.kernels)
 
 
-def _passes(dtype: torch.dtype, passed: Sequence[float]) -> Kernel:
-    """Kernels that read and write so many bytes, by choice."""
+def _passes(of: TensorType, passed: Sequence[float]) -> Kernel:
+    """A kernel that reads and writes so many bytes, by choice, of such numbers."""
     moved = np.array(passed, float)
-    return Kernel((), dtype, moved / dtype.itemsize, moved, moved)
+    return Kernel((), of.dtype, moved / of.itemsize, moved, moved)
 
 
 def _copies(graph: Graph, kind: str) -> frozenset[fx.Node]:

@@ -46,6 +46,7 @@ def test_a_fit_finds_what_the_times_were_made_of(kind):
             "reduce_scatter": lambda w: (n - 1) / n * w,
             "all_reduce": lambda w: 2 * (n - 1) / n * w,
             "all_to_all": lambda w: (n - 1) / n * w / n,
+            "uneven_all_to_all": lambda w: (n - 1) / n * w / n,
         }[kind]
         times = {
             4**k * 4096: (latency + volume(4**k * 4096) / wire) * (1 + 0.02 * rng.standard_normal()) for k in range(11)
@@ -170,6 +171,55 @@ def test_a_slow_collective_shows(processes, monkeypatch):
     cluster = processes(2, slow_gather)[0]
     gather, exchange = ({m.kind: m for m in cluster.measured}[kind] for kind in ("all_gather", "all_to_all"))
     assert gather.latency_s > 0.05 > exchange.latency_s
+
+
+def test_parts_of_unlike_lengths_come_back_as_they_went():
+    for n, rows in ((2, 7), (3, 64), (8, 1)):
+        sent = [collectives.unlike_lengths(rank, n, rows) for rank in range(n)]
+        assert all(sum(of) == rows for of in sent) and sent == [list(of) for of in zip(*sent, strict=True)]
+        assert rows < n * n or all(len(set(of)) == n for of in sent)
+
+
+def test_rows_that_travel_cost_what_uneven_messages_were_measured_to_take(processes):
+    """A slow `all_to_all` of parts of unlike lengths makes experts dearer, and nothing else slow does."""
+    cluster = processes(2, slow_rows)[0]
+    even, uneven = ({m.kind: m for m in cluster.measured}[kind] for kind in ("all_to_all", "uneven_all_to_all"))
+    assert uneven.latency_s > 0.05 > even.latency_s
+    without = replace(cluster, measured=tuple(m for m in cluster.measured if m is not uneven))
+    slow, usual = (_seconds_of_experts(of) for of in (cluster, without))
+    assert slow > usual + 7 * 0.05  # rows, routes and results; and four ways back
+
+
+def slow_rows(rank):
+    briefly()
+    swift = collectives.Wire.rows
+
+    def slow(*args):
+        if rank == 1:
+            time.sleep(0.06)
+        return swift(*args)
+
+    collectives.Wire.rows = slow
+    return calibrate(DeviceMesh(2), "cpu", "here", sizes=(4096, 16384), repetitions=3, workloads=())
+
+
+class _Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.up = nn.Parameter(torch.randn(4, 12, 8))
+        self.down = nn.Parameter(torch.randn(4, 8, 6))
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        return autopar.experts(x, ids, weights, self.up, self.down).square().mean()
+
+
+def _seconds_of_experts(cluster):
+    """Seconds of experts whose rows travel between two devices."""
+    plan = autopar.plan(_Experts(), (torch.randn(16, 8),), mesh=2, cluster=cluster, parallel={"experts": 2})
+    assert "rows travel" in str(plan)
+    return plan.step_time_s
 
 
 def slow_gather(rank):
