@@ -387,7 +387,8 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
     sums = rows * wide + rows * (2 * row + wide)  # a sum, and what is added to it
     pair = input.itemsize * pairs
     copied = pair * two if hops else 0  # What is kept of the first matrices is copied into its buffer.
-    forward = places + rows * wide + max(pair * h + copied, pair * 2 * one + copied, pair * (one + h), pair * h + sums)
+    stays = rows * wide if hops else 0  # Sums of a first chunk stay while a second runs; alone a device has one chunk.
+    forward = places + stays + max(pair * h + copied, pair * 2 * one + copied, pair * (one + h), pair * h + sums)
     of_up, of_down = (e * width * h * input.itemsize for width in (two, one))
     made = held[0][0] * row + of_up + of_down
     behind = 6 * h if call.arguments.get("behind") else 0  # Results, their gradients, and as many inside a norm.
@@ -397,7 +398,7 @@ def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here:
         pair * (h + two) + of_down + of_up,
         pair * h + of_down + of_up + sums,
     )
-    backward = places + rows * wide + max(moments) - made
+    backward = places + stays + max(moments) - made
     on_the_way = sum(travelling) * (row + route) + (held[0][0] * wide if travelling else 0)
     return max(0, int(forward + on_the_way - held[0][0] * row)), max(
         0, int(backward + on_the_way + sum(travelling) * row)
