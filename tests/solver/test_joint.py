@@ -292,3 +292,14 @@ def test_no_bound_is_over_the_whole_integer_program_and_no_plan_under_it(build, 
         assert plan.lower_bound_s <= least * (1 + 1e-5) and least <= plan.step_time_s * (1 + 1e-5)
         gaps.append(plan.step_time_s / least - 1)
     assert plan.recomputed and min(gaps) < 0.03
+
+
+def test_layers_that_are_alike_share_the_bytes_that_no_states_change():
+    """Each layer's copies, gathered in a bucket, are arrays of their own; tables made of them are found again by layer."""
+    graph = ColoTracer().trace(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), (torch.randn(8, 64),))
+    setting = Setting(DeviceMesh((2,), ("x",)), eager_links(), turns=2, regather=True, window_bytes=1 << 14)
+    space = shardings(graph, setting)
+    tables = joint.JointTables(Budgeted(space), 2 * len(space.memory.passages.ops) // 2, space.memory.times - 1)
+    held = [of for by_edge in (tables.fixed_sites, tables.fixed_edges) for of in by_edge.values()]
+    each = [h for of in held for h in of]
+    assert len({id(h) for h in each}) == len({(h.shape, h.tobytes()) for h in each}) < len(each)

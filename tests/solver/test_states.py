@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.solver import groups
 from autopar.solver.refine import lightest, refined
 from autopar.solver.state_program import by_program
 from autopar.solver.states import StateSearch, cut
@@ -246,3 +247,13 @@ def test_what_comes_of_a_table_gathered_for_forward_alone_is_saved():
 
     assert line(Run("embedding:1", 1.0, (), (0,), (), (), 0, is_op=False)).names == ["embedding:1", "act"]
     assert line(Run("scale", 1.0, (), (0,), (), (), 0)).names == ["scale", "embedding", "act"]
+
+
+def test_stages_that_are_alike_are_looked_at_once(monkeypatch):
+    """Twice as many blocks have as many kinds of stages, whatever their runs are called."""
+    looked = []
+    monkeypatch.setattr(groups, "_sets", lambda part, none, sets=groups._sets: looked.append(part) or sets(part, none))
+    for count in (12, 24):
+        search = StateSearch(blocks_of(count))
+        groups.in_groups(search, 0.5 * search.none.peak)
+    assert len(looked) % 2 == 0 and len(looked) < 24
