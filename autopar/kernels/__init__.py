@@ -19,6 +19,7 @@ place, after sharding and before differentiation.
     cross_entropy a summed cross entropy of rows of logits, which are read in half precision
     cross_entropy_part  the same where the vocabulary is cut
 
+    slot_sums.py  no family: sums of the results of a row's experts, as draws.py are random bits
     backend.py    what runs: a GPU, the interpreter, or the reference
     patterns.py   finds a piece of a program in another
     custom_ops.py  custom ops for forward and backward, and what autograd keeps between them
