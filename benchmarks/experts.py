@@ -70,7 +70,7 @@ def ideal(config: Any, tokens: int, length: int) -> float:
     return 3 * tokens * (layers + 2 * config.hidden_size * config.vocab_size) / RATE
 
 
-# Families of kernels that replace norms, rotary embeddings and losses, as on a GPU where they were measured to be faster.
+# Kernels for norms, rotary embeddings and losses, as on a GPU where they were measured to be faster.
 KERNELS = ("add_rms_norm", "rms_norm", "rotary_pair", "rotary", "cross_entropy", "cross_entropy_part")
 
 
@@ -89,7 +89,11 @@ def planned(
 
 
 def table() -> None:
-    print("| model, devices | ideal ms | " + " | ".join([*RIVALS, "free", "with kernels", "GiB", "CPU s", "free plan"]) + " |")
+    print(
+        "| model, devices | ideal ms | "
+        + " | ".join([*RIVALS, "free", "with kernels", "GiB", "CPU s", "free plan"])
+        + " |"
+    )
     print("|" + " --- |" * (len(RIVALS) + 7))
     for name, mesh, rows, length in CASES:
         model = built(name)

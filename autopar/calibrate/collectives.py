@@ -25,7 +25,7 @@ from autopar.sharding.cluster import Measured
 from autopar.sharding.costs import seconds
 from autopar.sharding.mesh import DeviceMesh
 
-UNEVEN = "uneven_all_to_all"  # what local forms of ops send: parts of unlike lengths, as visits of experts are
+UNEVEN = "uneven_all_to_all"  # Local forms of ops send parts of unlike lengths, as visits of experts are.
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", UNEVEN)
 # bytes of the whole tensor: those of a number and of 16, between which gloo's sums need more and more messages, then
 # 4 KiB to 16 MiB
@@ -101,7 +101,7 @@ def _collective(kind: str, axis: Axis, size: int, device: str) -> tuple[int, Cal
 
 
 def unlike_lengths(rank: int, n: int, rows: int) -> list[int]:
-    """How many of its rows a rank sends to each: from a device to another as many as come back."""
+    """Numbers of rows that a rank sends to each other one; as many come back."""
     shares = [1 + (rank + other) % n for other in range(n)]
     found = [rows * share // sum(shares) for share in shares]
     found[shares.index(n)] += rows - sum(found)

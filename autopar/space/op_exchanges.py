@@ -82,7 +82,10 @@ def sent_under(prices: OpSeconds, chosen: Chosen, choice: Choice) -> Iterator[Se
 
 
 def _levels(prices: OpSeconds, axis: int, kind: str) -> Sequence[tuple[int, Any]]:
-    """The links of a message. Parts that local forms send differ in length, which a profile may have measured."""
+    """The links of a message.
+
+    Parts that local forms send differ in length, which a profile may have measured.
+    """
     measured = prices.cluster.levels(prices.mesh, axis, f"uneven_{kind}")
     return measured if is_measured(measured) else prices.cluster.levels(prices.mesh, axis, kind)
 

@@ -295,7 +295,7 @@ def test_no_bound_is_over_the_whole_integer_program_and_no_plan_under_it(build, 
 
 
 def test_layers_that_are_alike_share_the_bytes_that_no_states_change():
-    """Each layer's copies, gathered in a bucket, are arrays of their own; tables made of them are found again by layer."""
+    """Copies gathered in buckets are arrays of their own, equal for equal layers."""
     graph = ColoTracer().trace(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), (torch.randn(8, 64),))
     setting = Setting(DeviceMesh((2,), ("x",)), eager_links(), turns=2, regather=True, window_bytes=1 << 14)
     space = shardings(graph, setting)
