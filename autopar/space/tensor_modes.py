@@ -246,12 +246,12 @@ def _two_d(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str, Par
         linear = _linear(node)
         table = _table(node)
         if linear is not None and linear.sizes[1] % parts == 0:
-            (use, lies), (own, own_lies) = (
-                [f"S({dim}{by})@{second}" for by in linear.blocks(parts)] for dim in (linear.features, 0)
-            )
-            put(linear.weight, use, linear.summed, linear.sizes[0], lies)
+            by, lies = linear.blocks(parts)
+            use = f"S({linear.features}{by})@{second}"
+            put(linear.weight, use, linear.summed, linear.sizes[0], f"S({linear.features}{lies})@{second}")
             if linear.bias is not None:
-                found.setdefault(linear.bias, ParameterCut((own_lies,), (own,)))
+                bias = ParameterCut((f"S(0{lies})@{second}",), (f"S(0{by})@{second}",))
+                found.setdefault(linear.bias, bias)
         elif table is not None:
             words, width = type_of(node.kwargs["weight"]).shape
             if words % parts == 0:
