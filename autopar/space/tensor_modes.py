@@ -381,10 +381,9 @@ def _styled(node: fx.Node, style: str, parts: int) -> list[tuple[str, int, tuple
         weight = (linear.weight, linear.sizes[0], (text,), text)
         bias = [] if linear.bias is None else [(linear.bias, 0, (), "P(sum)")]  # added to the sum, by one device
         return [weight, *bias]
-    by = linear.blocks(parts)
-    texts = [f"S({dim}{by})" for dim in (linear.features, 0)]
-    names = [linear.weight, *([] if linear.bias is None else [linear.bias])]
-    return [(name, linear.sizes[1], (text,), text) for name, text in zip(names, texts, strict=False)]
+    by, lies = linear.blocks(parts)
+    cut = [(linear.weight, linear.features), *([] if linear.bias is None else [(linear.bias, 0)])]
+    return [(name, linear.sizes[1], (f"S({dim}{lies})",), f"S({dim}{by})") for name, dim in cut]
 
 
 MODES: dict[str, Callable[[Graph, DeviceMesh, Sequence[int]], dict[str, ParameterCut]]] = {
