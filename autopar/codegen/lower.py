@@ -164,7 +164,7 @@ def _lowered(
         )
     if graph.is_random and device != "cpu":
         importlib.import_module("autopar.kernels.draws")  # draws are one kernel from here on, where Triton is there
-    if device != "cpu" and any(op_name(node) == "experts" for node in graph.nodes):
+    if device != "cpu":
         importlib.import_module("autopar.kernels.slot_sums")  # so are the sums of experts' results
     program = local_program(graph, plan, coordinate, rows)
     if not backend.is_traced(device):

@@ -263,17 +263,24 @@ def _on_the_way(call: OpCall, how: Setup, along: Along) -> Iterator[Exchange]:
     wide = max(4, call.arguments["key"].itemsize) / call.arguments["key"].itemsize
     parts = {ring.axis: ring.parts for ring in how.rings}
     later = math.prod(list(parts.values())[list(parts).index(along.axis) :])
-    # Sizes of messages where the axis does not cut them, in keys and values of a device.
-    shares = {"send": 1, "all_gather": later, "all_to_all": later * parts[along.axis]}
+    n = parts[along.axis]
+    apart = later * (n - 1) / n
+    # Sizes of messages where the axis does not cut them, and what a device sends, in keys and values of a device.
+    sizes = {"send": (1.0, 1.0), "all_gather": (later, apart), "all_to_all": (later * n, apart)}
+    sent = []
     for m in messages_of_ring(how.text())[along.axis]:
-        block = shares[m.kind]
-        ways = (FORWARD, m.forward, block), (BACKWARD, m.backward, block), (BACKWARD, m.home, wide * block)
-        for way, (beside, in_line), share in ways:
-            nbytes = _keys_on_the_way(call, share)
-            if beside:
-                yield Exchange(m.kind, way, beside, nbytes=nbytes, beside=beside / steps)
-            if in_line:
-                yield Exchange(m.kind, way, in_line, nbytes=nbytes)
+        ways = (FORWARD, m.forward, 1.0), (BACKWARD, m.backward, 1.0), (BACKWARD, m.home, wide)
+        sent += [(m.kind, way, *counts, width) for way, counts, width in ways]
+    for kind, way, beside, in_line, width in sent:
+        size, _ = sizes[kind]
+        nbytes = _keys_on_the_way(call, size * width)
+        if beside:
+            besides = [(b, b * w * sizes[k][1]) for k, of, b, _, w in sent if of == way]
+            own = beside * width * sizes[kind][1] / sum(weight for _, weight in besides)
+            hides = own * max(b for b, _ in besides) / steps  # the same steps hide them all
+            yield Exchange(kind, way, beside, nbytes=nbytes, beside=hides)
+        if in_line:
+            yield Exchange(kind, way, in_line, nbytes=nbytes)
 
 
 def _dealt_bytes(call: OpCall, rows_of: int, widths_of: Sequence[int]) -> _BytesOf:

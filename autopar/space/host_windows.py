@@ -60,7 +60,9 @@ class HostWindows:
         found = []
         for (lane, beside), communication in sorted(moved.items(), key=lambda item: item[0]):
             first, last = self.schedule.spans[beside.window]
-            name = f"{beside.way} of {self.wiring.sites[places[first]].name} to {self.wiring.sites[places[last]].name}"
+            name = (
+                f"{beside.way} of {self.wiring.sites[places[first]].name} until {self.wiring.sites[places[last]].name}"
+            )
             way = ("forward", "backward").index(beside.way)
             compute = tables.compute(self.wiring.sites, places[first : last + 1], way)
             span = places[first], places[last]

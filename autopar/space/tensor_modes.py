@@ -128,21 +128,16 @@ def _is_normed(linear: LinearLayer) -> bool:
     waiting: list[Any] = [linear.node] if linear.sizes[1] < linear.sizes[0] else []
     while waiting:
         value = waiting.pop()
-        rank = len(type_of(value).shape)
+        whole = type_of(value).shape
         for user in value.users:
-            name = op_name(user)
-            dims = user.kwargs.get("dim") if info(user).kind == "op" else None
-            is_along = rank - 1 in {
-                d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims]) if d is not None
-            }
-            if name in ("rms_norm", "layer_norm") or (is_along and name in ("sum", "mean")):
-                return True
-            if (
-                info(user).kind == "part"
-                or (is_along and name == "split")
-                or name in ("identity", "to", "pow", "square")
-            ):
+            if info(user).kind == "part":
                 waiting.append(user)
+            elif info(user).kind == "op" and user.all_input_nodes[0] is value:
+                made = info(user).outputs[0].shape
+                if "normalized_shape" in user.kwargs or made in (whole[:-1], (*whole[:-1], 1)):
+                    return True
+                if len(user.all_input_nodes) == 1 and made[:-1] == whole[:-1]:
+                    waiting.append(user)
     return False
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from autopar.graph.graph import op_name, type_of
+from autopar.graph.graph import info, op_name, type_of
+from autopar.ops.entry import facts_of
 from autopar.tracer.chosen import Mask, are_alike
 from autopar.tracer.chosen_calls import first_of, misfit
 from autopar.tracer.recorder import Recorder
@@ -34,8 +35,10 @@ def ctc_losses(
     rows = first_of(recorder, (targets, log_probs, input_lengths, target_lengths))
     is_alone = not any(map(chosen.of, (log_probs, input_lengths, target_lengths)))
     if not is_alone or rows.rank != 2 or targets.dim() != 1 or rows.lead != rows.mask.shape:
-        raise misfit(recorder, "ctc_loss", rows.mask)
-    if not _counts(recorder.node(target_lengths), rows.mask):
+        raise misfit(recorder, "a CTC loss", rows.mask)
+    with chosen.recorded():
+        counted = rows.mask.tensor.sum(-1)
+    if not _counts(recorder.node(target_lengths), recorder.node(counted), rows.mask):
         raise chosen.letter(
             rows.mask, "ctc_loss gets them with other lengths than their numbers in each row", "mask.sum(-1)"
         )
@@ -45,13 +48,17 @@ def ctc_losses(
         return torch.ops.autopar.ctc_losses(log_probs, labels, input_lengths, target_lengths, *how)
 
 
-def _counts(lengths: fx.Node, mask: Mask) -> bool:
-    """Whether lengths are the numbers of true elements in each row of a mask of two dims."""
-    while op_name(lengths) in ("to", "view", "clone"):
-        lengths = lengths.kwargs["input"]
-    if op_name(lengths) != "sum" or type_of(lengths).shape != mask.shape[:1]:
+def _counts(lengths: fx.Node, counted: fx.Node, mask: Mask) -> bool:
+    """Whether lengths are the numbers of true elements in each row of a mask, as `counted` has them."""
+    lengths = _before_casts(lengths)
+    if lengths.target is not counted.target or type_of(lengths).shape != type_of(counted).shape:
         return False
-    counted = lengths.kwargs["input"]
-    while op_name(counted) == "to":
-        counted = counted.kwargs["input"]
-    return type_of(counted).shape == mask.shape and are_alike(counted, mask.node)
+    operand = _before_casts(lengths.kwargs["input"])
+    return type_of(operand).shape == mask.shape and are_alike(operand, mask.node)
+
+
+def _before_casts(node: fx.Node) -> fx.Node:
+    """The value behind casts and views of it."""
+    while info(node).kind == "op" and (facts_of(op_name(node)).same or facts_of(op_name(node)).free):
+        node = node.all_input_nodes[0]
+    return node

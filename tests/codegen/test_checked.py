@@ -316,8 +316,8 @@ def another_strategy(data, plan, rng):
         value, gradient = (values(given), values(taken)), (gradients(taken), gradients(given))
         with contextlib.suppress(BadSharding):
             ways = [
-                space.conversions.path(e.shape, e.itemsize, *value).steps,
-                space.conversions.path(e.shape, e.itemsize, *gradient).steps if e.has_gradient else (),
+                space.conversions.path(e.type.shape, e.type.itemsize, *value).steps,
+                space.conversions.path(e.type.shape, e.type.itemsize, *gradient).steps if e.type.requires_grad else (),
             ]
             if any(ways):
                 said = [[s.text(plan.mesh.axes) for s in way] for way in ways]
@@ -328,7 +328,7 @@ def another_strategy(data, plan, rng):
                         "target": target,
                         "operand": e.operand,
                         "value": shown[0],
-                        "gradient": shown[1] if e.has_gradient else None,
+                        "gradient": shown[1] if e.type.requires_grad else None,
                         "forward": said[0],
                         "backward": said[1],
                         "seconds": 0.0,

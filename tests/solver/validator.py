@@ -48,8 +48,8 @@ def validate(data: dict[str, Any], space: Space) -> None:
         if conversion is None:  # nothing moves: the values are the same, or differ in words alone
             assert (
                 space.conversions.path(
-                    e.shape,
-                    e.itemsize,
+                    e.type.shape,
+                    e.type.itemsize,
                     Sharding(tuple(f.value for f in given)),
                     Sharding(tuple(f.value for f in taken)),
                 ).steps
