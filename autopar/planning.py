@@ -285,7 +285,8 @@ def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Prese
     )
     shared = made(("shared", setting), (graph,), lambda: Shared.of(graph, setting, made))
     make = functools.partial(shardings, graph, constraints=asked.constraints, preset=preset, shared=shared)
-    rival = Rival(known, functools.partial(least_seconds, rival=known, gap=asked.gap))
+    bound = functools.partial(least_seconds, rival=known, gap=asked.gap)
+    rival = Rival(known, None if mesh in _meshes_with_floors(planning) else bound)
     if preset is None:
         windows = made("windows", (graph,), lambda: windows_to_search(graph))
         return _Spaces(windows, setting, rival, make)
@@ -298,6 +299,33 @@ def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Prese
         return made(what, (graph, asked), lambda: make(setting, rival=rival))
 
     return _Spaces((window_of(asked.parallel, mesh),), setting, rival, once)
+
+
+@without_collections
+def floor_of(planning: Planning, mesh: DeviceMesh, known: float = math.inf) -> float:
+    """Seconds that no plan on a mesh goes below, whatever it holds; `known` seconds are enough.
+
+    It is 0 where a preset or constraints leave out most of what there is.
+    """
+    asked = planning.request
+    if asked.parallel is not None or asked.constraints or (planning.graph.turns > 1 and TIME in mesh.axes):
+        return 0.0
+    spaces = _spaces_of(planning, mesh, known, None)
+    spaces = replace(spaces, rival=replace(spaces.rival, is_bound_alone=True))
+    floors = []
+    for least in spaces.windows:
+        try:
+            spaces.of(least)
+        except Outdone as e:
+            floors.append(e.floor)
+    _meshes_with_floors(planning).add(mesh)
+    return min(floors)
+
+
+def _meshes_with_floors(planning: Planning) -> set[DeviceMesh]:
+    """The meshes of which a bound is known already; those that are planned all the same are below it."""
+    found: set[DeviceMesh] = planning.made("floors", (), set[DeviceMesh])
+    return found
 
 
 class _Fastest:

@@ -23,7 +23,7 @@ from autopar.graph.graph import Graph, info, rows_of_batch
 from autopar.letters import BadConstraint, BadPreset, Infeasible, Letter, NotServed
 from autopar.limits import LIMITS
 from autopar.obstacles import explained
-from autopar.planning import Planning, naming_the_smaller
+from autopar.planning import Planning, floor_of, naming_the_smaller
 from autopar.progress import tell
 from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
@@ -200,7 +200,9 @@ def _on_meshes(planning: Planning, known: float) -> Plan:
         why = f"not planned: {request.parallel!r} cuts all axes alike, over links of one kind"
         rows = [(str(mesh), 0.0, 0.0, 0, why) for mesh in others]
         return replace(plan, meshes=((str(first), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""), *rows))
-    return best_mesh(candidates, planning.on, planning.until, known)
+    is_dear = math.isfinite(request.budget)  # else a plan costs little more than its bound
+    floor = functools.partial(floor_of, planning) if is_dear else None
+    return best_mesh(candidates, planning.on, planning.until, known, floor)
 
 
 def _candidates(request: Request) -> list[DeviceMesh]:

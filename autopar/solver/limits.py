@@ -176,6 +176,10 @@ class StateLimits:
     more: int = 6  # runs that are repeated one after the other where no known states fit beside the host. Chosen.
     largest: int = 12  # runs that are tried for each of them. Chosen.
     exchanged: int = 4  # runs among them that are tried in the place of a repeated one. Chosen.
+    # Levels of recompute of stages: prices at which they are made, in usual prices, and the blocks of which some have
+    # the next level. Both chosen.
+    of_stages: tuple[float, ...] = (0.02, 0.1, 0.5, 0.8, 1.2)
+    of_few: int = 4
 
 
 @dataclass(frozen=True, slots=True)

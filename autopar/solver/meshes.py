@@ -42,46 +42,65 @@ def best_mesh(
     on: Callable[[DeviceMesh, float], Plan],
     until: float = math.inf,
     known: float = math.inf,
+    floor: Callable[[DeviceMesh, float], float] | None = None,
 ) -> Plan:
     """The fastest plan over meshes, or one on fewer axes about as fast; its `meshes` lists all of them.
 
     A mesh that the budget, a preset or a constraint refuses, or on which a bound says that no plan would be taken, is
-    listed with the reason. `on` plans on a mesh, and is told the seconds that a plan has to go below. Once there is a
-    plan, none is made after the time `until`. Raises `Outdone` where a bound says of all meshes that no plan takes less
-    than `known` seconds.
+    listed with the reason. `on` plans on a mesh, and is told the seconds that a plan has to go below. `floor` gives the
+    seconds that no plan on a mesh goes below: the least of them is planned first, as it leaves most others out. Once
+    there is a plan, none is made after the time `until`. Raises `Outdone` where a bound says of all meshes that no plan
+    takes less than `known` seconds.
     """
     plans = list[Plan]()
-    table = list[tuple[str, float, float, int, str]]()
-    refused = list[tuple[DeviceMesh, Letter]]()
-    floors = list[float]()
-    for mesh in candidates:
+    table = dict[DeviceMesh, tuple[str, float, float, int, str]]()
+    refused = dict[DeviceMesh, Letter]()
+    floors = [0.0] * len(candidates)
+    if floor is not None and len(candidates) > 1:
+        floors = [floor(mesh, known) for mesh in candidates]
+    for least, mesh in sorted(zip(floors, candidates, strict=True), key=lambda pair: pair[0]):
         if plans and time.monotonic() > until:
-            table.append((str(mesh), 0.0, 0.0, 0, "not planned: the time limit"))
+            table[mesh] = str(mesh), 0.0, 0.0, 0, "not planned: the time limit"
             continue
+        below = min(known, _to_be_taken(mesh, plans))
         try:
-            plan = on(mesh, min(known, _to_be_taken(mesh, plans)))
+            plan = on(mesh, below) if least < below else None
+            if plan is None:
+                raise Outdone(least)
         except Outdone as e:
-            floors.append(e.floor)
-            table.append((str(mesh), 0.0, e.floor, 0, "no plan on it is so much faster that it would be taken"))
+            table[mesh] = str(mesh), 0.0, e.floor, 0, "no plan on it is so much faster that it would be taken"
             continue
         except (Infeasible, BadPreset, BadConstraint) as e:
-            refused.append((mesh, e))
-            table.append((str(mesh), 0.0, 0.0, 0, e.what))
+            refused[mesh] = e
+            table[mesh] = str(mesh), 0.0, 0.0, 0, e.what
             continue
-        plans.append(plan)
-        table.append((str(mesh), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""))
-    if floors and not plans:
-        raise Outdone(min(floors))
+        plans = _still_alike([*plans, plan])
+        table[mesh] = str(mesh), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""
+    rows = tuple(table[mesh] for mesh in candidates)
+    outdone = [row for row in rows if row[4].startswith("no plan on it")]
+    if outdone and not plans:
+        raise Outdone(min(bound for _, _, bound, _, _ in outdone))
     if not plans:
-        raise _least(refused)
+        raise _least([(mesh, refused[mesh]) for mesh in candidates])
     best, said = _of_fewest_axes(plans)
-    return replace(best, meshes=tuple(table), defaults=(*best.defaults, *said)) if len(candidates) > 1 else best
+    return replace(best, meshes=rows, defaults=(*best.defaults, *said)) if len(candidates) > 1 else best
 
 
 def _to_be_taken(mesh: DeviceMesh, plans: Sequence[Plan]) -> float:
     """The seconds that a plan on a mesh has to go below to be taken; more axes have to be worth it."""
-    more = [1 + _LIMITS.alike if len(mesh.shape) > len(p.mesh.shape) else 1.0 for p in plans]
-    return min((p.step_time_s / times for p, times in zip(plans, more, strict=True)), default=math.inf)
+    alike = 1 + _LIMITS.alike
+
+    def below(plan: Plan) -> float:
+        more = len(mesh.shape) - len(plan.mesh.shape)
+        return plan.step_time_s / alike if more > 0 else plan.step_time_s * (alike if more < 0 else 1.0)
+
+    return min(map(below, plans), default=math.inf)
+
+
+def _still_alike(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans that may be taken: others, and the spaces that they keep, are dropped."""
+    most = (1 + _LIMITS.alike) * min(plan.step_time_s for plan in plans)
+    return [plan for plan in plans if plan.step_time_s <= most]
 
 
 def _of_fewest_axes(plans: Sequence[Plan]) -> tuple[Plan, list[tuple[str, str]]]:

@@ -80,6 +80,24 @@ def plan_of(space: Space, point: Point, bound: float, budget: float = math.inf) 
     return replace(plan, fused={} if space.kernels is None else fused_of(space.kernels, plan))
 
 
+def with_states(plan: Plan, space: Space, point: Point) -> Plan:
+    """The plan with the states of a point of its own choices."""
+    other = plan_of(space, point, plan.lower_bound_s)
+    return replace(
+        plan,
+        step_time_s=other.step_time_s,
+        memory=other.memory,
+        peak_at=other.peak_at,
+        hidden_s=other.hidden_s,
+        sources=other.sources,
+        first_peak_bytes=other.first_peak_bytes,
+        states=other.states,
+        recompute_s=other.recompute_s,
+        needed=other.needed,
+        fused=other.fused,
+    )
+
+
 def fused_of(sites: KernelSites, plan: Plan) -> dict[str, str]:
     """The families of the kernels that can stand in a plan's program, by results of groups."""
     choices = {name: decision.choice for name, decision in plan.decisions.items()}

@@ -44,6 +44,11 @@ class PricedSpace:
         self.cuts: Callable[[], list[tuple[int, int, float]]] | None = None  # given by who cuts a plan into stages
         self._hubs: set[int] = set()  # variables that keep their choice while rivals of others are looked for
 
+    def at(self, point: Point) -> PricedSpace:
+        """The same space, for a plan with other states."""
+        assert self.counted is not None and self._curve is not None
+        return PricedSpace(self.counted, point, self.prices, self._curve)
+
     @property
     def is_priced(self) -> bool:
         """Whether bytes have a price, because of a budget."""

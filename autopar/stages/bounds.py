@@ -148,8 +148,7 @@ class CutsByBound:
         self.stages = stages
         self.costs: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
         self.least = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
-        self.squares = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
-        self.least[stages][blocks] = self.squares[stages][blocks] = 0.0
+        self.least[stages][blocks] = 0.0
         for r in reversed(range(stages)):
             behind = stages - 1 - r  # each of them needs a block
             for a in range(r, blocks - behind) if r else (0,):
@@ -157,14 +156,32 @@ class CutsByBound:
                     cost = condition(r, a, z)
                     self.costs[r, a].append((z, cost))
                     self.least[r][a] = min(self.least[r][a], max(cost, self.least[r + 1][z]))
-                    self.squares[r][a] = min(self.squares[r][a], cost * cost + self.squares[r + 1][z])
+        self.squares = self._squares(blocks)
+
+    def _squares(self, blocks: int) -> list[list[float]]:
+        """The least sum of squares of the stages from one on that keep to the least bound, if any do.
+
+        The sums of all would lead a search for cuts of that bound to stages that have no such end.
+        """
+        squares = [[math.inf] * (blocks + 1) for _ in range(self.stages + 1)]
+        squares[self.stages][blocks] = 0.0
+        for (r, a), stages in self.costs.items():  # the last stage first
+            most = max(self.least[0][0], self.least[r][a])
+            sums = (cost * cost + squares[r + 1][z] for z, cost in stages if max(cost, self.least[r + 1][z]) <= most)
+            squares[r][a] = min(sums, default=math.inf)
+        return squares
 
     def __iter__(self) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Bound and cut, least first: a search by what any completion costs at least."""
-        heap: list[tuple[float, float, float, float, tuple[int, ...]]]
-        heap = [(self.least[0][0], self.squares[0][0], 0.0, 0.0, (0,))]
+        """Bound and cut, least first: a search by what any completion costs at least.
+
+        Where blocks are alike, very many cuts have the same sum of squares, but for rounding: what is nearer to its end
+        goes first, so that not all of them are begun before one is whole.
+        """
+        step = self.squares[0][0] * 1e-9
+        heap: list[tuple[float, float, int, tuple[int, ...], float, float]]
+        heap = [(self.least[0][0], 0.0, 0, (0,), 0.0, 0.0)]
         while heap:
-            worst, _, most, squares, ends = heapq.heappop(heap)
+            worst, _, _, ends, most, squares = heapq.heappop(heap)
             r = len(ends) - 1
             if worst == math.inf:
                 return
@@ -174,5 +191,6 @@ class CutsByBound:
             for z, cost in self.costs[r, ends[-1]]:
                 new = max(most, cost)
                 square = squares + cost * cost
-                key = max(new, self.least[r + 1][z]), square + self.squares[r + 1][z]
-                heapq.heappush(heap, (*key, new, square, (*ends, z)))
+                whole = square + self.squares[r + 1][z]
+                near = whole // step if step and whole < math.inf else whole
+                heapq.heappush(heap, (max(new, self.least[r + 1][z]), near, -r, (*ends, z), new, square))

@@ -7,7 +7,7 @@ compute, and any number may be under way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.stages.actions import Order, Prices, StagePrices
@@ -45,6 +45,7 @@ class Steps:
 
     def __init__(self, order: Order) -> None:
         self.order = order
+        self.first_hop = len(_KINDS) * order.stages  # Hops begin here in `amounts`.
         self.steps: list[tuple[int, int, int, int]] = []  # coordinate, step it waits for or -1, hop, price
         stages = order.stages
         turns = order.turns
@@ -77,17 +78,25 @@ class Steps:
         if len(self.steps) != sum(map(len, order.actions)):
             prove(order)
 
+    def amounts(self, prices: Prices) -> list[float]:
+        """The seconds of all kinds of actions of stages, then those across the border behind each stage."""
+        seconds = [price.of(kind) for kind in _KINDS for price in prices.stages]
+        return [*seconds, *prices.hops(self.order.place), 0.0]
+
     def ends(self, prices: Prices) -> list[float]:
         """The second at which each step ends."""
-        hops = [*prices.hops(self.order.place), 0.0]
-        seconds = [price.of(kind) for kind in _KINDS for price in prices.stages]
+        return self.ends_at(self.amounts(prices))
+
+    def ends_at(self, amounts: Sequence[float]) -> list[float]:
+        """The second at which each step ends, at the `amounts` of prices."""
+        hops = amounts[self.first_hop :]
         free = [0.0] * self.order.coordinates
         ends: list[float] = []
         for r, source, hop, price in self.steps:
             start = free[r]
             if source >= 0 and ends[source] + hops[hop] > start:
                 start = ends[source] + hops[hop]
-            free[r] = start + seconds[price]
+            free[r] = start + amounts[price]
             ends.append(free[r])
         return ends
 

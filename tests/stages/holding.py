@@ -141,8 +141,9 @@ def peaks(pair):
         model, batch = MODELS[pair.model]()
         mesh = autopar.DeviceMesh(pair.shape, ("pp", "tp"))
         asked = dict(mesh=mesh, microbatches=8, memory_budget="inf", cluster=cpu(), optimizer="sgd-momentum")
+        asked |= {"pipeline": {"schedule": pair.schedule}, **dict(pair.how)}
         with fake_world(mesh.size, rank=coordinate * pair.shape[1]):
-            plan = plan or autopar.plan(model, batch, **asked, pipeline={"schedule": pair.schedule}, **dict(pair.how))
+            plan = plan or autopar.plan(model, batch, **asked)
             mine = autopar.autoparallelize(model, batch, plan=plan, sync=False)
             clock = Clock(plan, coordinate)
             begin, let_go = (lambda *given: clock.begin(*given)), (lambda *given: clock.let_go(*given))

@@ -13,10 +13,11 @@ from autopar.testing import on_processes
 from tests.stages.models import case
 
 AXES = ("pp", "dp", "tp")
-# model, mesh, order, micro-batches, preset: each model, order and preset several times, tied tables on a V among them
+# model, mesh, order, micro-batches, preset or arguments: each model, order and preset several times, tied tables on a V among them
 CASES = [
     ("twice", (2, 2), "zb-v", 4, "dp"),
     ("encoder and decoder", (2, 2), "zb-v", 4, "zero1"),  # two values go the same way in another order
+    ("decoder", (4, 1), "1f1b", 8, {"memory_budget": 150_000}),  # the first two stages recompute, each for itself
     ("decoder", (2, 2), "interleaved", 4, "zero1"),
     ("decoder", (4, 1), "1f1b", 8, "zero3"),
     ("decoder", (2, 2), "zb-v", 8, "megatron"),
@@ -43,11 +44,11 @@ def steps(rank, cases):
     for name, shape, schedule, turns, preset in cases:
         model, batch = case(name)
         expected = copy.deepcopy(model)
-        how = {} if preset is None else {"parallel": preset}
+        how = preset if isinstance(preset, dict) else {"parallel": preset}
+        how = {"memory_budget": "inf", "pipeline": {"schedule": schedule}, **how}
         mesh = autopar.DeviceMesh(shape, AXES[: len(shape)])
-        mine = autopar.autoparallelize(
-            model, batch, mesh=mesh, microbatches=turns, memory_budget="inf", pipeline={"schedule": schedule}, **how
-        )
+        mine = autopar.autoparallelize(model, batch, mesh=mesh, microbatches=turns, **how)
+        assert bool(mine.plan.recomputed) == (how["memory_budget"] != "inf")
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (mine, expected)]
         first = 0.0
         for step in range(3):
@@ -80,7 +81,7 @@ def worst_of(mine, expected, what):
 
 @pytest.mark.machines
 @pytest.mark.parametrize(
-    "cases", [CASES[:2], pytest.param(CASES[2:], marks=[pytest.mark.nightly, pytest.mark.timeout(900)])]
+    "cases", [CASES[:3], pytest.param(CASES[3:], marks=[pytest.mark.nightly, pytest.mark.timeout(900)])]
 )
 def test_stages_compute_what_one_device_computes(cases):
     found = on_processes(4, steps, cases)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 
+import numpy as np
 import pytest
 
 from autopar.letters import Infeasible
 from autopar.stages import Atoms, Block, Order, Prices, StagePrices, best_cuts, bound, order_of
 from autopar.stages.bounds import CutsByBound, condition_of
+from autopar.stages.chains import Chains
+from autopar.stages.levels import InFlight, Levels
 from autopar.stages.simulate import Steps
 from tests.stages.tables import seconds
 
@@ -151,6 +155,58 @@ def test_no_order_is_faster_where_1f1b_is_farthest_from_its_bound():
             break
         prices = prices_by_hand(atoms, cut)
         assert min(max(table.ends(prices)) for table in tables) >= found.run.seconds * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name, p, n, each", [("1f1b", 3, 7, 1), ("zero-bubble", 4, 6, 1), ("zb-v", 3, 5, 2)])
+def test_chains_of_runs_bound_an_order_at_other_prices(name, p, n, each):
+    """No other cut is run in less than the chains of some say, and each of these takes what its own chain does."""
+    rng = random.Random(name)
+    chains = Chains(Steps(order_of(name, p, n, each)))
+    levels = Levels([uneven(rng, 4 * p * each)])
+    cuts = [random_cut(rng, 4 * p * each, p * each) for _ in range(40)]
+    rows = [levels.amounts(cut, chains.steps.order.place) for cut in cuts]
+    for amounts in rows[:10]:
+        assert chains.run(amounts) == pytest.approx(chains.least(amounts), rel=1e-12)
+    for amounts in rows:
+        assert chains.least(amounts) <= max(chains.steps.ends_at(amounts.tolist())) * (1 + 1e-12)
+    assert pytest.approx(np.array(rows)) == levels.amounts_of(np.array(cuts), chains.steps.order.place).T
+
+
+@pytest.mark.parametrize("name, each", [("1f1b", 1), ("zero-bubble", 1), ("zb-v", 2), ("interleaved", 2)])
+def test_levels_fit_and_no_stage_recomputes_in_vain(name, each):
+    """Bytes of levels are those of the order, and no coordinate would fit with any of its stages a level higher."""
+    rng = random.Random(name)
+    order = order_of(name, 3, 6, each)
+    first = uneven(rng, 4 * order.stages)
+    less = [replace(first, blocks=tuple(saving(block, share) for block in first.blocks)) for share in (0.7, 0.4, 0.1)]
+    levels = Levels([first, *less])
+    flight = InFlight(order)
+    cut = random_cut(rng, 4 * order.stages, order.stages)
+    full, small = levels.sizes(flight, cut), levels.sizes(flight, cut, (3,) * order.stages)
+    budget = (max(full) + max(small)) / 2
+    picks = levels.within(flight, cut, budget)
+    *_, standing, saved, kept = levels.blocks(cut, picks)
+    held = order.most_held(saved.tolist(), kept.tolist())
+    exact = [own + sum(standing[s] for s in range(order.stages) if order.place[s] == r) for r, own in enumerate(held)]
+    assert levels.sizes(flight, cut, picks) == pytest.approx(exact)
+    assert max(exact) <= budget < max(full)
+    for r in range(3):
+        own = [s for s in range(order.stages) if order.place[s] == r and picks[s]]
+        above = [tuple(p - (s in own) for s, p in enumerate(picks))] if own else []
+        assert all(levels.sizes(flight, cut, higher)[r] > budget for higher in above)
+
+
+def uneven(rng, count):
+    return Atoms(tuple(Block(*(rng.uniform(0.5, 2.0) for _ in range(6))) for _ in range(count)), 0.1)
+
+
+def saving(block, share):
+    return replace(block, inward=block.inward + 1 - share, saved=share * block.saved)
+
+
+def random_cut(rng, blocks, stages):
+    ends = [0, *sorted(rng.sample(range(1, blocks), stages - 1)), blocks]
+    return tuple(z - a for a, z in pairwise(ends))
 
 
 def test_cuts_count_what_the_head_takes():

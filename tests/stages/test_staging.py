@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar import search, staging
+from autopar import cutting, search, staging
 from autopar.request import Request
 from autopar.testing import on_local_tensor, on_processes, on_threads
 from tests.stages.holding import BY_DAY, PAIRS, peak, peaks, said
@@ -31,8 +31,8 @@ def planned(**how):
 def test_blocks_take_what_the_plan_takes(preset, monkeypatch):
     """Seconds of the blocks make up the step before it was cut, and states are those of the plan."""
     seen = []
-    by_block = staging.by_block
-    monkeypatch.setattr(staging, "by_block", lambda *given: seen.append(by_block(*given)) or seen[-1])
+    by_block = cutting.by_block
+    monkeypatch.setattr(cutting, "by_block", lambda *given: seen.append(by_block(*given)) or seen[-1])
     plan = planned(parallel=preset, pipeline={"schedule": "1f1b"})
     whole = autopar.plan(
         *decoder(), mesh=autopar.DeviceMesh((2,), ("dp",)), microbatches=8, memory_budget="inf", parallel=preset
@@ -96,7 +96,7 @@ def test_no_budget_is_searched_for_stages_that_are_slower_without_one():
     def inside(request, known=math.inf):
         return search._in_few_turns(graph, request, is_trial=True, known=known)
 
-    with pytest.raises(staging._Slower):
+    with pytest.raises(cutting.Slower):
         staging._in_stages(graph, request, request.pipeline, inside, free.step_time_s)
 
 
@@ -127,6 +127,25 @@ def test_stages_under_a_budget_hold_no_more():
     tight = planned(pipeline={"schedule": "1f1b"}, memory_budget=budget)
     assert tight.peak_bytes <= budget < free.peak_bytes
     assert tight.step_time_s > 0.99 * free.step_time_s
+
+
+def test_each_stage_recomputes_what_its_own_bytes_ask_for():
+    """The first of four stages of 1F1B holds four micro-batches, the last one: it recomputes less, and all fit."""
+    model, _ = decoder(8)
+    ids = torch.randint(256, (32, 128))
+
+    def asked(**how):
+        how = {"microbatches": 8, "pipeline": {"size": 4, "schedule": "1f1b"}, "memory_budget": "inf", **how}
+        return autopar.plan(model, {"ids": ids, "labels": ids}, mesh=4, **how)
+
+    free = asked()
+    budget = int(0.75 * free.peak_bytes)
+    tight = asked(memory_budget=budget)
+    stages = tight.pipeline.stages
+    repeated = [sum(name.startswith(f"{block}.") for name in tight.recomputed for block in s.blocks) for s in stages]
+    assert repeated[0] > repeated[-1]
+    assert tight.peak_bytes <= budget
+    assert free.step_time_s < tight.step_time_s < asked(recompute="full").step_time_s
 
 
 def test_a_budget_that_no_stages_meet_is_a_letter():
