@@ -241,7 +241,7 @@ def every_other_is_waited_for(patch: Patch) -> None:
         count[0] += 1
         return finish(pending) if count[0] % 2 else pending.unpack(pending.arrives)
 
-    patch.setattr(schedule, "finish", finished)
+    patch.setattr(messages, "finish", finished)
     patch.setattr(collectives, "finish", finished)
 
 
