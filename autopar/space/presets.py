@@ -164,7 +164,11 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
     sizes = [part["size"] for part in (data, context, tensor) if part is not context or part["size"] > 1]
     if math.prod(sizes) != mesh.size:
         said = " x ".join(map(str, sizes))
-        raise BadPreset(f"parallel speaks of {said} devices, the mesh has {mesh.size}", seen=f"mesh {mesh}")
+        raise BadPreset(
+            f"parallel speaks of {said} devices, the mesh has {mesh.size}",
+            seen=f"mesh {mesh}",
+            advice=f"sizes whose product is {mesh.size}; data without a size has the devices that the others leave",
+        )
     styles = tensor.get("styles")
     if styles is not None:
         _check_styles(styles, mode, sequence)
