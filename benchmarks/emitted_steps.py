@@ -77,7 +77,7 @@ def seconds_of_steps(plan: Plan, graph: Graph) -> dict[str, tuple[list[float], l
             continue
 
         def each(
-            manager: Any, steps: Any, state: Any, itemsize: int, shape: tuple[int, ...] = edge.shape
+            manager: Any, steps: Any, state: Any, itemsize: int, shape: tuple[int, ...] = edge.type.shape
         ) -> list[float]:
             layout, times = Layout.of(shape, state, plan.mesh), []
             for step in steps:
@@ -86,9 +86,9 @@ def seconds_of_steps(plan: Plan, graph: Graph) -> dict[str, tuple[list[float], l
                 layout = step.after(layout, plan.mesh)
             return times
 
-        ahead = each(edge.ahead or space.conversions, c.forward, c.value[0], edge.itemsize)
+        ahead = each(edge.ahead or space.conversions, c.forward, c.value[0], edge.type.itemsize)
         back = c.backward and each(
-            edge.back or space.conversions, c.backward, c.gradient[0], edge.reduced_in or edge.itemsize
+            edge.back or space.conversions, c.backward, c.gradient[0], edge.reduced_in or edge.type.itemsize
         )
         name = owner[source]
         known = found.setdefault(name, ([], []))
