@@ -13,7 +13,7 @@ from autopar.testing import on_processes
 from tests.stages.models import case
 
 AXES = ("pp", "dp", "tp")
-# model, mesh, order, micro-batches, preset or arguments: each model, order and preset several times, tied tables on a V among them
+# model, mesh, order, micro-batches, preset or arguments: each of them several times, tied tables on a V among them
 CASES = [
     ("twice", (2, 2), "zb-v", 4, "dp"),
     ("encoder and decoder", (2, 2), "zb-v", 4, "zero1"),  # two values go the same way in another order
