@@ -29,7 +29,7 @@ from autopar.sharding.costs import LOCAL
 from autopar.sharding.layout import Layout
 from autopar.solver.plan import Plan
 
-CASES = ("zero3@64", "zero3@8x8", "zero2@8x8", "dp@8x8", "free@8x8", "free@4x2x8")
+CASES = ("zero3@64", "dp@64", "zero3@8x8", "zero2@8x8", "dp@8x8", "free@8x8", "free@4x2x8")
 BAR = 0.02  # of a step: the most by which it may take longer than its plan says
 KINDS = {step: kind.removesuffix("_bucket") for kind, step in STEPS.items()}
 MESSAGES = {**KINDS, **{begin: kind for kind, begin in BEGIN.items()}}

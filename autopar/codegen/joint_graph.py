@@ -16,6 +16,7 @@ CONVERT = torch.ops.autopar.convert.default
 # Keys of a node's `meta`. Names of ops are those of the local program.
 OP = "op"  # name of the op that the node computes
 BACK = "backward"  # name of the op whose backward the node belongs to
+MEMBERS = "members"  # the names of the ops whose backward the reductions of a bucket belong to
 CONVERTED = "converted"  # whether that op is a conversion
 RECOMPUTED = "recomputed"  # whether backward recomputes the node
 WANTED = "wanted"  # place in forward whose backward wants the recomputed node

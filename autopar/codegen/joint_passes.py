@@ -13,7 +13,7 @@ import torch.fx as fx
 from autopar.codegen.buffers import buffer_of, hands_on, numbers_of, own, read_instead
 from autopar.codegen.chunks import write_out_chunks
 from autopar.codegen.convolutions import part_convolutions
-from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, OP, JointGraph
+from autopar.codegen.joint_graph import BACK, CONVERT, CONVERTED, MEMBERS, OP, JointGraph
 from autopar.runtime.collectives import STEPS, part_start
 from autopar.runtime.private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, TO_COPY, UNSAFE_VIEW
 from autopar.runtime.wires import on_axes
@@ -333,6 +333,7 @@ def _travel_together(graph: fx.Graph, ways: Sequence[Sequence[fx.Node]], last: f
         if BACK in nodes[-1].meta:
             # `recompute_late` finds the place of recomputed nodes by this mark.
             together.meta[BACK] = nodes[-1].meta[BACK]
+        together.meta[MEMBERS] = [n.meta.get(BACK) for n in nodes]
         for i, node in enumerate(nodes):
             with graph.inserting_after(last):
                 last = graph.call_function(operator.getitem, (together, i))

@@ -1,10 +1,10 @@
-"""Reductions of gradients, which run beside the ops that follow them up to the next reduction (see `schedule.py`)."""
+"""Reductions of gradients, which run beside the ops that follow them (see `schedule.py`)."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,44 +13,61 @@ import torch.fx as fx
 from autopar.codegen.buffers import hands_on, numbers_of
 from autopar.codegen.half import Half
 from autopar.codegen.halves import COLLECTIVES
-from autopar.codegen.joint_graph import BACK
+from autopar.codegen.joint_graph import BACK, MEMBERS
 from autopar.codegen.messages import begin, finish_before
 from autopar.graph import walks
 from autopar.runtime.collectives import BEGIN, STEPS
 from autopar.sharding.convert import REDUCTIONS
+from autopar.space.arrivals import Arrivals
 
 _BEGUN_BY = {STEPS[f"{kind}{suffix}"]: kind for kind in BEGIN for suffix in ("", "_bucket")}
 _REDUCTIONS = frozenset(step for step, kind in _BEGUN_BY.items() if kind in REDUCTIONS)
 
 
 def reduce_beside(half: Half) -> None:
-    """Run each reduction of gradients beside the ops that follow it, up to the next one.
+    """Run each reduction of gradients beside the ops that follow it.
 
     before    g = all_reduce(d, "dp");  e = mm(...);  h = all_reduce(e, "dp");  return g, h
     after     a = begin_all_reduce(pack([d]), "dp");  e = mm(...);  g = finish(a)[0];  b = begin_all_reduce(pack([e]),
               "dp");  h = finish(b)[0];  return g, h
 
-    Over one axis after another, a reduction goes on with its next step as the next reduction begins. Local steps on a
-    reduced gradient before it leaves, such as a slice, move to where the reduction finishes.
+    A step is finished where another reduction begins, once it has arrived by the clock of `Arrivals`: a small gradient
+    that follows a large one does not wait for it. Over one axis after another, a reduction goes on there with its next
+    step. Local steps on a reduced gradient before it leaves, such as a slice, move to where the reduction finishes.
     """
     if not half.is_backward:
         return
     graph = half.graph
     end = half.graph.output_node()
     under_way = list[_UnderWay]()
+    arrivals = Arrivals()
     later = set[fx.Node]()
     for node in list(graph.nodes):
         # A reduction that other ops of the step read stays where it is, because they need its result at once.
         if node.target not in _REDUCTIONS or node in later or not _leads_only_to(_results(node), end):
             continue
-        under_way = [more for one in under_way for more in one.go_on(half, node)]
-        under_way.append(_UnderWay.of(half, node))
-        step = under_way[-1].then
-        while step is not None:  # later steps of the chain are begun by `go_on`
-            later.add(step)
-            step = _next_step(half, step)
+        further = list(_further_steps(half, node))
+        later.update(further)  # `go_on` begins them
+        nbytes = _whole_bytes(half, node)
+        arrivals.now += nbytes
+        under_way = [more for one in sorted(under_way, key=_ARRIVES) for more in one.go_on(half, node, arrivals)]
+        under_way.append(_UnderWay.of(half, node, arrivals, nbytes / (1 + len(further))))
     while under_way:
-        under_way = [more for one in under_way for more in one.go_on(half, end)]
+        arrivals.now = min(map(_ARRIVES, under_way))
+        under_way = [more for one in sorted(under_way, key=_ARRIVES) for more in one.go_on(half, end, arrivals)]
+
+
+def _whole_bytes(half: Half, node: fx.Node) -> int:
+    """Bytes of the whole parameters whose gradients a reduction sums."""
+    names = [half.ways.get(op, "") for op in node.meta.get(MEMBERS, (node.meta.get(BACK),))]
+    return sum(half.reads[name].nbytes for name in names if name in half.reads)
+
+
+def _further_steps(half: Half, node: fx.Node) -> Iterator[fx.Node]:
+    """The steps of a reduction behind its first one."""
+    while (then := _next_step(half, node)) is not None:
+        yield then
+        node = then
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
@@ -95,10 +112,13 @@ class _UnderWay:
     steps: list[fx.Node]  # local steps, casts and views of the results, in order
     readers: list[fx.Node]  # other readers of the results or of `steps`
     then: fx.Node | None  # the step over the next axis
+    nbytes: float  # each step is timed by them
+    arrives: float
 
     @staticmethod
-    def of(half: Half, node: fx.Node, is_further: bool = False) -> _UnderWay:
+    def of(half: Half, node: fx.Node, arrivals: Arrivals, nbytes: float, is_further: bool = False) -> _UnderWay:
         """Begin a step of a reduction where it stands."""
+        arrives = arrivals.send(node.args[1], nbytes)
         is_bucket = isinstance(node.args[0], (list, tuple))
         results = _results(node)
         steps, readers = _uses_of(node, is_further)
@@ -108,10 +128,12 @@ class _UnderWay:
             for r in results:  # the parts read the begun message until it is finished
                 r.replace_input_with(node, begun)
             half.graph.erase_node(node)
-        return _UnderWay(begun, results, steps, readers if then is None else [], then)
+        return _UnderWay(begun, results, steps, readers if then is None else [], then, nbytes, arrives)
 
-    def go_on(self, half: Half, place: fx.Node) -> list[_UnderWay]:
-        """Finish before `place` or the first reader, and begin the step over the next axis there."""
+    def go_on(self, half: Half, place: fx.Node, arrivals: Arrivals) -> list[_UnderWay]:
+        """Once it has arrived, finish before `place` or the first reader; the next step begins there."""
+        if self.arrives > arrivals.now:
+            return [self]
         place = min([place, *self.readers])
         for node in self.steps:
             place.prepend(node)
@@ -119,7 +141,10 @@ class _UnderWay:
         if self.then is None:
             return []
         place.prepend(self.then)
-        return [_UnderWay.of(half, self.then, is_further=True)]
+        return [_UnderWay.of(half, self.then, arrivals, self.nbytes, is_further=True)]
+
+
+_ARRIVES = operator.attrgetter("arrives")
 
 
 def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.Node] | None) -> fx.Node:

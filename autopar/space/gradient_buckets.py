@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from autopar.graph.graph import Graph, type_of
+from autopar.space.arrivals import Arrivals
 from autopar.space.lifetimes import Lifetimes, readers
 from autopar.space.schedule import Schedule, travels_alone
 from autopar.space.setting import Setting
@@ -23,7 +23,7 @@ class GradientBuckets:
     """The trained parameters of a graph, in order, and the times of their gradients."""
 
     closes: Mapping[fx.Node, int]  # time at which a parameter's gradient bucket is full and reduced
-    # Last time at which a bucket's message may be under way: programs finish it before they pack the next one.
+    # Last time at which a bucket's message may be under way: programs finish it before they pack a later one.
     under_way: Mapping[fx.Node, int]
     # Last time at which a gradient is on its way to the host, where its parameter lies there.
     leaves: Mapping[fx.Node, int]
@@ -52,7 +52,7 @@ class GradientBuckets:
         closing = dict(zip(trained, closes, strict=True))
         # Over several axes the next step of a message goes on beside the next bucket.
         is_one_step = sum(size > 1 for size in setting.mesh.shape) < 2
-        under_way = _until_the_next(closing) if is_one_step else dict.fromkeys(closing, clock.settled)
+        under_way = _while_under_way(closing) if is_one_step else dict.fromkeys(closing, clock.settled)
         leaves = {n: schedule.is_down(op) for n, op in zip(trained, first, strict=True)}
         return GradientBuckets(closing, under_way, leaves, frozenset(wait), accumulates, twice, clock.settled)
 
@@ -86,8 +86,8 @@ def _closes(ready: Sequence[int], sizes: Sequence[int], windows: Sequence[int], 
     return closes
 
 
-def _until_the_next(closes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """The last time before the next bucket is packed, for each parameter.
+def _while_under_way(closes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """The last time before another bucket is packed as a bucket's message has arrived, for each parameter.
 
     While a smaller one is packed, the message before it counts still: the op that closes the bucket ran beside it.
     """
@@ -95,8 +95,14 @@ def _until_the_next(closes: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     for parameter, time in closes.items():
         nbytes[time] += type_of(parameter).nbytes
     times = sorted(nbytes)
-    ends = {time: later - (nbytes[later] >= nbytes[time]) for time, later in itertools.pairwise(times)}
-    return {parameter: ends.get(time, times[-1]) for parameter, time in closes.items()}
+    arrivals, under_way, ends = Arrivals(), dict[int, float](), dict.fromkeys(times, times[-1] if times else 0)
+    for time in times:
+        arrivals.now += nbytes[time]
+        for before in [before for before, arrives in under_way.items() if arrives <= arrivals.now]:
+            del under_way[before]
+            ends[before] = time - (nbytes[time] >= nbytes[before])
+        under_way[time] = arrivals.send("", nbytes[time])
+    return {parameter: ends[time] for parameter, time in closes.items()}
 
 
 def is_always(site: Site, policy: Sequence[bool]) -> bool:
