@@ -193,7 +193,8 @@ def _meant(
             return made
     if meant := [dims for dims in found if wholes.have(dims)]:
         return meant
-    rows = [atom for atom in atoms if atom[0] != 1]  # A sum may have removed a dim that is cut to one row.
+    # A sum may have removed a dim that is cut to one row, where no merged dims explain the view.
+    rows = [] if any(map(wholes.have_like, found)) else [atom for atom in atoms if atom[0] != 1]
     wide = [dims for dims in (*_read(atoms, shape, is_wide=True), *_read(rows, shape)) if wholes.have(dims)]
     if are_mixed:
         return wide
