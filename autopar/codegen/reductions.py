@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
 
 from autopar.codegen.buffers import hands_on, numbers_of
-from autopar.codegen.half import Half
+from autopar.codegen.half import Half, Read
 from autopar.codegen.halves import COLLECTIVES
 from autopar.codegen.joint_graph import BACK, MEMBERS
 from autopar.codegen.messages import begin, finish_before
@@ -32,35 +32,64 @@ def reduce_beside(half: Half) -> None:
               "dp");  h = finish(b)[0];  return g, h
 
     A step is finished where another reduction begins, once it has arrived by the clock of `Arrivals`: a small gradient
-    that follows a large one does not wait for it. Over one axis after another, a reduction goes on there with its next
-    step. Local steps on a reduced gradient before it leaves, such as a slice, move to where the reduction finishes.
+    that follows a large one does not wait for it. It is finished behind the window beside which it is priced in any
+    case, since its memory is counted so long. Over one axis after another, a reduction goes on there with its next
+    step, beside one window more. Local steps on a reduced gradient before it leaves, such as a slice, move to where the
+    reduction finishes.
     """
     if not half.is_backward:
         return
-    graph = half.graph
-    end = half.graph.output_node()
     under_way = list[_UnderWay]()
     arrivals = Arrivals()
-    later = set[fx.Node]()
-    for node in list(graph.nodes):
-        # A reduction that other ops of the step read stays where it is, because they need its result at once.
-        if node.target not in _REDUCTIONS or node in later or not _leads_only_to(_results(node), end):
-            continue
-        further = list(_further_steps(half, node))
-        later.update(further)  # `go_on` begins them
-        nbytes = _whole_bytes(half, node)
+    found = _reductions(half)
+    windows = _windows_of(half, found)
+    closes = {window: node for node, window in zip(found, windows, strict=True)}  # the last reduction of each
+    for node, window in zip(found, windows, strict=True):
+        nbytes = sum(read.nbytes for read in _reads_of(half, node))
         arrivals.now += nbytes
-        under_way = [more for one in sorted(under_way, key=_ARRIVES) for more in one.go_on(half, node, arrivals)]
-        under_way.append(_UnderWay.of(half, node, arrivals, nbytes / (1 + len(further))))
+        latest = window if closes[window] is node else window + 1
+        due = [one for one in under_way if one.arrives <= arrivals.now or one.window >= latest]
+        under_way = [one for one in under_way if one not in due] + _go_on(due, half, node, arrivals)
+        steps = 1 + len(list(_further_steps(half, node)))
+        under_way.append(_UnderWay.of(half, node, arrivals, nbytes / steps, window - 1))
     while under_way:
-        arrivals.now = min(map(_ARRIVES, under_way))
-        under_way = [more for one in sorted(under_way, key=_ARRIVES) for more in one.go_on(half, end, arrivals)]
+        under_way = _go_on(under_way, half, half.graph.output_node(), arrivals)
 
 
-def _whole_bytes(half: Half, node: fx.Node) -> int:
-    """Bytes of the whole parameters whose gradients a reduction sums."""
+def _reductions(half: Half) -> list[fx.Node]:
+    """The first steps of reductions of gradients, in order.
+
+    A reduction that other ops of the step read stays where it is, because they need its result at once.
+    """
+    found = list[fx.Node]()
+    further = set[fx.Node]()
+    end = half.graph.output_node()
+    for node in half.graph.nodes:
+        if node.target in _REDUCTIONS and node not in further and _leads_only_to(_results(node), end):
+            found.append(node)
+            further.update(_further_steps(half, node))
+    return found
+
+
+def _windows_of(half: Half, reductions: Iterable[fx.Node]) -> list[int]:
+    """The window of each reduction; of one whose parameters are not known that of the one before."""
+    found = list[int]()
+    for node in reductions:
+        before = found[-1] if found else 0
+        found.append(min((read.window for read in _reads_of(half, node)), default=before))
+    return found
+
+
+def _reads_of(half: Half, node: fx.Node) -> list[Read]:
+    """Reads of the parameters of which a reduction sums gradients."""
     names = [half.ways.get(op, "") for op in node.meta.get(MEMBERS, (node.meta.get(BACK),))]
-    return sum(half.reads[name].nbytes for name in names if name in half.reads)
+    return [half.reads[name] for name in names if name in half.reads]
+
+
+def _go_on(due: Iterable[_UnderWay], half: Half, place: fx.Node, arrivals: Arrivals) -> list[_UnderWay]:
+    """Finish steps before `place`, in the order in which they arrive; returns those that go on there."""
+    further = [one.go_on(half, place, arrivals) for one in sorted(due, key=operator.attrgetter("arrives"))]
+    return [one for one in further if one is not None]
 
 
 def _further_steps(half: Half, node: fx.Node) -> Iterator[fx.Node]:
@@ -114,9 +143,12 @@ class _UnderWay:
     then: fx.Node | None  # the step over the next axis
     nbytes: float  # each step is timed by them
     arrives: float
+    window: int  # the last one beside which it moves
 
     @staticmethod
-    def of(half: Half, node: fx.Node, arrivals: Arrivals, nbytes: float, is_further: bool = False) -> _UnderWay:
+    def of(
+        half: Half, node: fx.Node, arrivals: Arrivals, nbytes: float, window: int, is_further: bool = False
+    ) -> _UnderWay:
         """Begin a step of a reduction where it stands."""
         arrives = arrivals.send(node.args[1], nbytes)
         is_bucket = isinstance(node.args[0], (list, tuple))
@@ -128,23 +160,18 @@ class _UnderWay:
             for r in results:  # the parts read the begun message until it is finished
                 r.replace_input_with(node, begun)
             half.graph.erase_node(node)
-        return _UnderWay(begun, results, steps, readers if then is None else [], then, nbytes, arrives)
+        return _UnderWay(begun, results, steps, readers if then is None else [], then, nbytes, arrives, window)
 
-    def go_on(self, half: Half, place: fx.Node, arrivals: Arrivals) -> list[_UnderWay]:
-        """Once it has arrived, finish before `place` or the first reader; the next step begins there."""
-        if self.arrives > arrivals.now:
-            return [self]
+    def go_on(self, half: Half, place: fx.Node, arrivals: Arrivals) -> _UnderWay | None:
+        """Finish before `place` or the first reader, and begin the step over the next axis there."""
         place = min([place, *self.readers])
         for node in self.steps:
             place.prepend(node)
         finish_before(half.graph, self.begun, self.results, min([place, *self.steps]))
         if self.then is None:
-            return []
+            return None
         place.prepend(self.then)
-        return [_UnderWay.of(half, self.then, arrivals, self.nbytes, is_further=True)]
-
-
-_ARRIVES = operator.attrgetter("arrives")
+        return _UnderWay.of(half, self.then, arrivals, self.nbytes, self.window - 1, is_further=True)
 
 
 def _begin_reduction(graph: fx.Graph, kind: str, node: fx.Node, read: list[fx.Node] | None) -> fx.Node:

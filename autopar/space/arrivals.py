@@ -1,4 +1,4 @@
-"""`Arrivals`: when messages of gradients have arrived while backward computes, told by bytes of parameters."""
+"""`Arrivals`: when messages of gradients have arrived, by a clock of bytes of parameters."""
 
 from __future__ import annotations
 
