@@ -34,7 +34,7 @@ from autopar.space.presets import preset_of, warnings_of, warnings_of_habits, wi
 from autopar.space.saved import bytes_that_stand
 from autopar.space.schedule import windows_to_search
 from autopar.space.setting import Setting
-from autopar.space.shardings import shardings
+from autopar.space.shardings import Uncounted, shardings, uncounted
 from autopar.space.shared import Shared
 from autopar.space.space import Outdone, Rival, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
@@ -248,13 +248,30 @@ class _Spaces:
     setting: Setting
     rival: Rival
     make: Callable[..., Space]
+    price: Callable[..., Uncounted]
+    kept: dict[Setting, Uncounted]  # spaces of which a floor is known, until they are counted
 
     def of(self, least: int, regather: bool = False) -> Space:
         """The space with windows of `least` bytes, in which gathered parameters may be dropped or not.
 
         Raises `Outdone` where no plan of it takes less than the rival.
         """
-        return self.make(replace(self.setting, window_bytes=least, regather=regather), rival=self.rival)
+        setting = replace(self.setting, window_bytes=least, regather=regather)
+        kept = self.kept.pop(setting, None)
+        return self.make(setting, rival=self.rival) if kept is None else kept.counted()
+
+    def floor(self, least: int, gap: float) -> float:
+        """Seconds that no plan in windows of `least` bytes goes below, whatever it holds; the rival's are enough."""
+        setting = replace(self.setting, window_bytes=least)
+        known = self.rival.seconds
+        try:
+            priced = self.price(setting, rival=Rival(known))
+        except Outdone as e:
+            return e.floor
+        floor = least_seconds(priced.space, known, gap)
+        if floor < known:
+            self.kept[setting] = priced
+        return floor
 
     def wide(self, first: int) -> list[Space]:
         """The spaces with all that saves memory, the one of these windows first."""
@@ -287,9 +304,11 @@ def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Prese
     make = functools.partial(shardings, graph, constraints=asked.constraints, preset=preset, shared=shared)
     bound = functools.partial(least_seconds, rival=known, gap=asked.gap)
     rival = Rival(known, None if mesh in _meshes_with_floors(planning) else bound)
+    price = functools.partial(uncounted, graph, constraints=asked.constraints, preset=preset, shared=shared)
+    kept: dict[Setting, Uncounted] = made("kept", (graph,), dict)
     if preset is None:
         windows = made("windows", (graph,), lambda: windows_to_search(graph))
-        return _Spaces(windows, setting, rival, make)
+        return _Spaces(windows, setting, rival, make, price, kept)
     # A preset that says how parameters are gathered has one space, whether they may be dropped or not.
     speaks = constraints.speak_of_gathering
 
@@ -298,7 +317,7 @@ def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Prese
         what = rival.seconds, preset.key, setting
         return made(what, (graph, asked), lambda: make(setting, rival=rival))
 
-    return _Spaces((window_of(asked.parallel, mesh),), setting, rival, once)
+    return _Spaces((window_of(asked.parallel, mesh),), setting, rival, once, price, kept)
 
 
 @without_collections
@@ -311,15 +330,8 @@ def floor_of(planning: Planning, mesh: DeviceMesh, known: float = math.inf) -> f
     if asked.parallel is not None or asked.constraints or (planning.graph.turns > 1 and TIME in mesh.axes):
         return 0.0
     spaces = _spaces_of(planning, mesh, known, None)
-    spaces = replace(spaces, rival=replace(spaces.rival, is_bound_alone=True))
-    floors = []
-    for least in spaces.windows:
-        try:
-            spaces.of(least)
-        except Outdone as e:
-            floors.append(e.floor)
     _meshes_with_floors(planning).add(mesh)
-    return min(floors)
+    return min(spaces.floor(least, asked.gap) for least in spaces.windows)
 
 
 def _meshes_with_floors(planning: Planning) -> set[DeviceMesh]:

@@ -7,12 +7,14 @@
     memory        the pieces that a step holds                        pieces.py
     windows       communication beside compute                        schedule.py, overlap.py
 
-`shardings` builds all of it for planning, `sites_and_uses` only what a plan is checked against.
+`shardings` builds all of it for planning, `uncounted` all but the memory, which is half of the work, and
+`sites_and_uses` only what a plan is checked against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +27,7 @@ from autopar.space.constraints import Constraints, Preset
 from autopar.space.cost_explanation import CostLines
 from autopar.space.edges import EdgeBuilder
 from autopar.space.host_windows import HostWindows
+from autopar.space.memory import Memory
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
 from autopar.space.pieces import memory_of
@@ -35,6 +38,18 @@ from autopar.space.shared import Shared
 from autopar.space.sites import SiteBuilder
 from autopar.space.space import Rival, Site, Space
 from autopar.space.wiring import source_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Uncounted:
+    """A space whose bytes are not counted yet."""
+
+    space: Space
+    memory: Callable[[], Memory]
+
+    def counted(self) -> Space:
+        """The space with its bytes."""
+        return replace(self.space, memory=self.memory())
 
 
 def shardings(
@@ -50,6 +65,18 @@ def shardings(
     Raises `Outdone` where no plan takes less than the `rival`. `shared` has the tables of another space of this graph
     and mesh, whose policies of parameters alone may differ.
     """
+    return uncounted(graph, setting, constraints, preset, rival, shared).counted()
+
+
+def uncounted(
+    graph: Graph,
+    setting: Setting,
+    constraints: Mapping[str, Any] | None = None,
+    preset: Preset | None = None,
+    rival: Rival | None = None,
+    shared: Shared | None = None,
+) -> Uncounted:
+    """The same space before its bytes are counted."""
     pins = Constraints(constraints, setting.mesh, preset)
     setting = replace(setting, regather=setting.regather or pins.speak_of_gathering)
     shared = shared or Shared.of(graph, setting)
@@ -94,7 +121,7 @@ def shardings(
         frozenset(info(n).key for n in parameters.runs_once(setting)),
     )
     rival.check(space)
-    return replace(space, memory=memory_of(graph, setting, wiring, schedule, parameters, shared))
+    return Uncounted(space, functools.partial(memory_of, graph, setting, wiring, schedule, parameters, shared))
 
 
 def _read(graph: Graph, setting: Setting, once: Once) -> tuple[Bindings, ParameterValues, Schedule]:

@@ -193,13 +193,11 @@ class Outdone(Exception):
 class Rival:
     """A plan that is known, of another space. A space is made no further once its plans are known to be slower.
 
-    `bound` gives the seconds that no plan of a space goes below, whatever it holds. Where `is_bound_alone`, nothing but
-    these is asked for, and no space is made.
+    `bound` gives the seconds that no plan of a space goes below, whatever it holds.
     """
 
     seconds: float = math.inf
     bound: Callable[[Space], float] | None = None
-    is_bound_alone: bool = False
 
     def check_sites(self, sites: Sequence[Site]) -> None:
         """Raise `Outdone` where the fastest choices of all sites take as long as the rival."""
@@ -208,11 +206,11 @@ class Rival:
 
     def check(self, space: Space) -> None:
         """Raise `Outdone` where the bound says that no plan of a space is faster than the rival."""
-        if self.bound is not None and (self.is_bound_alone or math.isfinite(self.seconds)):
-            self._check(self.bound(space), self.is_bound_alone)
+        if self.bound is not None and math.isfinite(self.seconds):
+            self._check(self.bound(space))
 
-    def _check(self, floor: float, is_enough: bool = False) -> None:
-        if is_enough or floor >= self.seconds:
+    def _check(self, floor: float) -> None:
+        if floor >= self.seconds:
             raise Outdone(floor)
 
 
