@@ -6,25 +6,31 @@ never before this one does: so chains of runs bound the seconds of an order at p
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from autopar.stages.levels import InFlight
+from autopar.stages.limits import LIMITS
 from autopar.stages.simulate import Steps
 
 
 class Chains:
     """The chains with which the last runs of one order ended: how often each has a price, and a border."""
 
-    def __init__(self, steps: Steps, most: int = 64) -> None:
+    def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.most = most
-        self.in_flight = InFlight(steps.order)
         self.rows: np.ndarray = np.zeros((0, steps.first_hop + steps.order.stages))
         last: dict[int, int] = {}
         self.before: list[int] = []  # step -> the step before on its coordinate, or -1
         for number, (r, *_) in enumerate(steps.steps):
             self.before.append(last.get(r, -1))
             last[r] = number
+
+    @cached_property
+    def in_flight(self) -> InFlight:
+        """The micro-batches that coordinates hold, which only a budget asks for."""
+        return InFlight(self.steps.order)
 
     def least(self, amounts: np.ndarray) -> float:
         """Seconds that the order takes at least, at the `amounts` of prices."""
@@ -51,5 +57,5 @@ class Chains:
                 row[steps.first_hop + hop] += 1
                 before = source
             step = before
-        self.rows = np.array([*self.rows[1 - self.most :], row])
+        self.rows = np.array([*self.rows[1 - LIMITS.chains :], row])
         return max(ends)

@@ -6,6 +6,7 @@ others have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -66,6 +67,11 @@ class Levels:
         ends = np.array([*accumulate(cut, initial=0)])
         return float(np.bincount(place, self.spent[0, ends[1:]] - self.spent[0, ends[:-1]]).max())
 
+    def longest(self, cut: Sequence[int]) -> float:
+        """Seconds of a turn in the stage that takes longest, where all is saved."""
+        ends = np.array([*accumulate(cut, initial=0)])
+        return float((self.spent[0, ends[1:]] - self.spent[0, ends[:-1]]).max())
+
     def sizes(self, flight: InFlight, cut: Sequence[int], picks: Picks = ()) -> tuple[float, ...]:
         """The most bytes of each coordinate."""
         *_, standing, saved, kept = self.blocks(cut, picks)
@@ -80,22 +86,30 @@ class Levels:
         levels = self.sums[:, :, ends[1:]] - self.sums[:, :, ends[:-1]]
         *_, standing, _, kept = levels[0]
         saved = levels[:, _KINDS.index("saved")]
-        seconds = levels[:, :3].sum(1)
-        dearer = np.full(saved.shape, np.inf)  # seconds a byte of the next level
-        dearer[:-1] = np.diff(seconds, axis=0) / np.maximum(1.0, -np.diff(saved, axis=0))
+        dearer = np.diff(levels[:, :3].sum(1), axis=0) / np.maximum(1.0, -np.diff(saved, axis=0))  # seconds a byte
         free = budget - np.bincount(flight.place, standing)
-        stages = np.arange(len(cut))
         picks: np.ndarray = np.zeros(len(cut), int)
-        while True:
-            over = flight.most(saved[picks, stages], kept) > free
-            if not over.any():
-                return tuple(picks.tolist())
-            for r in np.flatnonzero(over):
-                own = flight.own[r]
-                costs = dearer[picks[own], own]
-                if costs.min() == np.inf:
-                    return None
-                picks[own[costs.argmin()]] += 1
+        over = np.flatnonzero(flight.most(saved[0], kept) > free)
+        for r in over.tolist():
+            own = flight.own[r]
+            ways = _cheapest_first(dearer[:, own].T.tolist())
+            held = flight.most_at(r, saved[ways, own], kept)
+            fits = np.flatnonzero(held <= free[r])
+            if not len(fits):
+                return None
+            picks[own] = ways[fits[0]]
+        return tuple(picks.tolist())
+
+
+def _cheapest_first(dearer: Sequence[Sequence[float]]) -> np.ndarray:
+    """The levels of some stages, one step after the other, each the cheapest next one."""
+    now = [0] * len(dearer)
+    found = [tuple(now)]
+    while any(at < len(steps) for at, steps in zip(now, dearer, strict=True)):
+        costs = [steps[at] if at < len(steps) else math.inf for at, steps in zip(now, dearer, strict=True)]
+        now[costs.index(min(costs))] += 1
+        found.append(tuple(now))
+    return np.array(found)
 
 
 class InFlight:
@@ -111,6 +125,15 @@ class InFlight:
     def most(self, saved: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """The most that each coordinate holds: a turn `saved` from F to B or I, and `kept` from I to W."""
         found: np.ndarray = np.maximum.reduceat(self.rows @ np.concatenate([saved, kept]), self.first)
+        return found
+
+    def most_at(self, coordinate: int, saved: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """The most that one coordinate holds in each of several ways in which its own stages save."""
+        own = self.own[coordinate]
+        last = self.first[coordinate + 1] if coordinate + 1 < len(self.first) else len(self.rows)
+        rows = self.rows[self.first[coordinate] : last]
+        stages = len(self.place)
+        found: np.ndarray = (rows[:, own] @ saved.T + (rows[:, stages:] @ kept)[:, None]).max(axis=0)
         return found
 
 

@@ -15,6 +15,7 @@ from autopar.stages.actions import Order, Prices, StagePrices
 from autopar.stages.bounds import Atoms, Block, CutsByBound, bound, condition_of
 from autopar.stages.chains import Chains
 from autopar.stages.levels import InFlight, Levels, Picks
+from autopar.stages.limits import LIMITS
 from autopar.stages.orders import CAPPED, order_of
 from autopar.stages.simulate import Run, Steps, most_turns, simulated
 
@@ -112,21 +113,22 @@ class _Search:
         blocks = len(self.atoms.blocks)
         return tuple((s + 1) * blocks // stages - s * blocks // stages for s in range(stages))
 
-    def best(self, name: str, each: int, most: int = 50, climb: float = 0.25) -> list[_Tried]:
+    def best(self, name: str, each: int) -> list[_Tried]:
         """Find the fastest cut in one order, if any: least bound first, until no other can be faster.
 
-        Of the `most` of least bound, the best is improved by moving blocks, unless it takes so much longer than what is
-        known that this would not help: a share of `climb`.
+        Of some cuts of least bound, the best is improved by moving blocks, unless it takes so much longer than what is
+        known that this would not help.
         """
         tried: dict[tuple[int, ...], _Tried] = {}
-        least = (1.0 + climb) * self.known
+        far = (1.0 + LIMITS.moves) * self.known
+        least = far
         is_done = each == 1
         for k, (lower, cut) in enumerate(self._cuts(name, each)):
             if each == 1 and lower >= min(least, self.known):
                 self.is_slow = True
                 self.open = min(self.open, lower)
                 break
-            if k == most:
+            if k == LIMITS.cuts:
                 is_done = False
                 self.open = min(self.open, lower)
                 break
@@ -135,6 +137,8 @@ class _Search:
             self.open = min(self.open, bound(self.atoms, self.coordinates, self.turns, stages_each=each))
         while tried and not is_done:
             best = min(tried.values(), key=lambda one: one.seconds)
+            if best.seconds >= far:
+                break
             least = best.seconds
             for lower, cut in self._moved(name, best.cut):
                 if lower >= least:
@@ -214,6 +218,9 @@ class _Search:
 
         None also where it is known without a simulation that it takes `below` seconds or more.
         """
+        if self.turns * self.levels.longest(cut) >= below:  # No order has to be made to know that.
+            self.is_slow = True
+            return None
         each = len(cut) // self.coordinates
         used = self.atoms.prices(cut)[0] if name == "greedy" else None
         chains = self.chains(name, each, used, None)
