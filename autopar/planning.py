@@ -54,7 +54,10 @@ class Planning:
     apart: frozenset[str] = frozenset()  # results of groups of ops that a kernel could stand for and does not
     has_habits: bool = True  # whether a preset's habits are kept to
     parts_on_host: bool = False  # whether parameters themselves may lie on the host, beside their states
-    made: Once = field(default_factory=Once)  # spaces under presets, which several searches ask for
+    made: Once = field(default_factory=Once)  # what is read of the graph alone, for the spaces of all meshes
+    # Tables of spaces, and spaces that several searches ask for. They have `made`, which has none of them: memory is
+    # free once a search has ended, and not when the collector comes.
+    spaces: Once = field(default_factory=Once)
 
     @without_collections
     def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
@@ -300,12 +303,12 @@ def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Prese
         parts_on_host=planning.parts_on_host or constraints.speak_of_parts_on_host,
         turns=graph.turns,
     )
-    shared = made(("shared", setting), (graph,), lambda: Shared.of(graph, setting, made))
+    shared = planning.spaces(setting, (graph,), lambda: Shared.of(graph, setting, made))
     make = functools.partial(shardings, graph, constraints=asked.constraints, preset=preset, shared=shared)
     bound = functools.partial(least_seconds, rival=known, gap=asked.gap)
     rival = Rival(known, None if mesh in _meshes_with_floors(planning) else bound)
     price = functools.partial(uncounted, graph, constraints=asked.constraints, preset=preset, shared=shared)
-    kept: dict[Setting, Uncounted] = made("kept", (graph,), dict)
+    kept: dict[Setting, Uncounted] = planning.spaces("kept", (graph,), dict)
     if preset is None:
         windows = made("windows", (graph,), lambda: windows_to_search(graph))
         return _Spaces(windows, setting, rival, make, price, kept)
@@ -315,7 +318,7 @@ def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Prese
     def once(setting: Setting, rival: Rival) -> Space:
         setting = replace(setting, regather=setting.regather or speaks)
         what = rival.seconds, preset.key, setting
-        return made(what, (graph, asked), lambda: make(setting, rival=rival))
+        return planning.spaces(what, (graph, asked), lambda: make(setting, rival=rival))
 
     return _Spaces((window_of(asked.parallel, mesh),), setting, rival, once, price, kept)
 

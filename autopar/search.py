@@ -200,7 +200,7 @@ def _on_meshes(planning: Planning, known: float) -> Plan:
         why = f"not planned: {request.parallel!r} cuts all axes alike, over links of one kind"
         rows = [(str(mesh), 0.0, 0.0, 0, why) for mesh in others]
         return replace(plan, meshes=((str(first), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""), *rows))
-    # A plan without a budget costs little more than its bound, and a table of meshes shows more with plans than without.
+    # A plan without a budget costs little more than its bound, and tells more in the table of meshes.
     is_dear = math.isfinite(request.budget) or math.isfinite(known)
     floor = functools.partial(floor_of, planning) if is_dear else None
     return best_mesh(candidates, planning.on, planning.until, known, floor)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from autopar.arguments import check_fits
+from autopar.collector import without_collections
 from autopar.cutting import Cutting, Slower, starts_of
 from autopar.graph.graph import Graph, rows_of_batch
 from autopar.letters import Infeasible, Letter, NotServed
@@ -33,6 +34,7 @@ class Inside(Protocol):
     def __call__(self, request: Request, known: float = math.inf) -> Plan: ...
 
 
+@without_collections
 def staged(graph: Graph, request: Request, inside: Inside) -> Plan:
     """The fastest plan found of a graph in stages; `inside` plans what a stage does."""
     asked = request.pipeline
@@ -107,7 +109,7 @@ def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Inside, kno
                 raise
             break
         except Slower as e:
-            slower = e
+            slower = Slower(e.bound, e.mesh)  # The frames of the first hold a plan and its space.
             mesh = e.mesh
         except (Infeasible, NotServed) as e:
             letter = letter or e

@@ -31,6 +31,7 @@ class GradientBuckets:
     accumulates: bool
     adds_twice: bool  # micro-batches of a call are added up beside what has waited of other calls
     settled: int  # the last time of backward
+    first_to_settle: int  # time of the first bucket of gradients that wait for the last micro-batch, or -1
 
     @staticmethod
     def of(
@@ -54,12 +55,8 @@ class GradientBuckets:
         is_one_step = sum(size > 1 for size in setting.mesh.shape) < 2
         under_way = _while_under_way(closing) if is_one_step else dict.fromkeys(closing, clock.settled)
         leaves = {n: schedule.is_down(op) for n, op in zip(trained, first, strict=True)}
-        return GradientBuckets(closing, under_way, leaves, frozenset(wait), accumulates, twice, clock.settled)
-
-    @property
-    def first_to_settle(self) -> int:
-        """The time of the first bucket of gradients that wait for the last micro-batch, or -1."""
-        return min((self.closes[n] for n in self.wait), default=-1)
+        settles = min((closing[n] for n in wait), default=-1)
+        return GradientBuckets(closing, under_way, leaves, frozenset(wait), accumulates, twice, clock.settled, settles)
 
     def lies_from(self, parameter: fx.Node) -> int:
         """The time from which the whole gradient is stored as the parameter is; until then edges count it."""
