@@ -34,7 +34,7 @@ from autopar.space.presets import preset_of, warnings_of, warnings_of_habits, wi
 from autopar.space.saved import bytes_that_stand
 from autopar.space.schedule import windows_to_search
 from autopar.space.setting import Setting
-from autopar.space.shardings import Uncounted, shardings, uncounted
+from autopar.space.shardings import Uncounted, uncounted
 from autopar.space.shared import Shared
 from autopar.space.space import Outdone, Rival, Space
 from autopar.turns import FEW, Head, head_of, in_chunks, numbers_of_chunks, why_whole
@@ -143,13 +143,14 @@ class Planning:
         if not self.is_tight:
             left.clear()
             made = [space for least in spaces.windows if (space := found.made(functools.partial(spaces.of, least)))]
-            for space in most_promising_first(made):
+            of_space = {id(one.space): one for one in made}
+            for space in most_promising_first([one.space for one in made]):
                 try:
-                    found.add(functools.partial(self._freely, space, spaces))
+                    found.add(functools.partial(self._freely, of_space[id(space)], spaces))
                 except _DoesNotFit:
                     left.append(space.setting.window_bytes)
             if left and found.best is None and self.request.chunks == "auto":
-                raise _DoesNotFit(made[-1])
+                raise _DoesNotFit(made[-1].space)
         for least in sorted(left):  # small windows hold copies for the shortest time
             try:
                 found.add(functools.partial(self._within_budget, least, spaces))
@@ -158,9 +159,12 @@ class Planning:
                     raise
         return found.plan
 
-    def _freely(self, space: Space, spaces: _Spaces, rival: float) -> Plan:
+    def _freely(self, uncounted: Uncounted, spaces: _Spaces, rival: float) -> Plan:
         """The fastest plan of a space, if it fits in the budget."""
         budget = self.request.budget
+        if self.request.recompute in ("auto", "none") and uncounted.least_bytes() > budget:
+            raise _DoesNotFit(uncounted.space)
+        space = uncounted.counted()
         refuse_below(space, budget)
         if math.isinf(budget) or peak_where_nothing_is_dear(space) <= budget:
             plan = self._fastest(space, spaces, math.inf, rival)
@@ -170,7 +174,7 @@ class Planning:
 
     def _within_budget(self, least: int, spaces: _Spaces, rival: float) -> Plan:
         """The fastest plan within the budget, in windows of `least` bytes, which may drop gathered copies."""
-        space = spaces.of(least, regather=True)
+        space = spaces.of(least, regather=True).counted()
         refuse_below(space, self.request.budget)
         return self._fastest(space, spaces, self.request.budget, rival)
 
@@ -250,25 +254,24 @@ class _Spaces:
     windows: tuple[int, ...]  # least bytes of each
     setting: Setting
     rival: Rival
-    make: Callable[..., Space]
-    price: Callable[..., Uncounted]
-    kept: dict[Setting, Uncounted]  # spaces of which a floor is known, until they are counted
+    make: Callable[..., Uncounted]
+    kept: dict[Setting, Uncounted]  # spaces of which a floor is known, until they are asked for
 
-    def of(self, least: int, regather: bool = False) -> Space:
+    def of(self, least: int, regather: bool = False) -> Uncounted:
         """The space with windows of `least` bytes, in which gathered parameters may be dropped or not.
 
         Raises `Outdone` where no plan of it takes less than the rival.
         """
         setting = replace(self.setting, window_bytes=least, regather=regather)
         kept = self.kept.pop(setting, None)
-        return self.make(setting, rival=self.rival) if kept is None else kept.counted()
+        return self.make(setting, rival=self.rival) if kept is None else kept
 
     def floor(self, least: int, gap: float) -> float:
         """Seconds that no plan in windows of `least` bytes goes below, whatever it holds; the rival's are enough."""
         setting = replace(self.setting, window_bytes=least)
         known = self.rival.seconds
         try:
-            priced = self.price(setting, rival=Rival(known))
+            priced = self.make(setting, rival=Rival(known))
         except Outdone as e:
             return e.floor
         floor = least_seconds(priced.space, known, gap)
@@ -280,7 +283,7 @@ class _Spaces:
         """The spaces with all that saves memory, the one of these windows first."""
         others = [least for least in self.windows if least != first]
         settings = [replace(self.setting, window_bytes=least, regather=True) for least in (first, *others)]
-        return [self.make(setting, rival=Rival()) for setting in settings]
+        return [self.make(setting, rival=Rival()).counted() for setting in settings]
 
 
 def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Preset | None) -> _Spaces:
@@ -304,23 +307,22 @@ def _spaces_of(planning: Planning, mesh: DeviceMesh, known: float, preset: Prese
         turns=graph.turns,
     )
     shared = planning.spaces(setting, (graph,), lambda: Shared.of(graph, setting, made))
-    make = functools.partial(shardings, graph, constraints=asked.constraints, preset=preset, shared=shared)
+    make = functools.partial(uncounted, graph, constraints=asked.constraints, preset=preset, shared=shared)
     bound = functools.partial(least_seconds, rival=known, gap=asked.gap)
     rival = Rival(known, None if mesh in _meshes_with_floors(planning) else bound)
-    price = functools.partial(uncounted, graph, constraints=asked.constraints, preset=preset, shared=shared)
     kept: dict[Setting, Uncounted] = planning.spaces("kept", (graph,), dict)
     if preset is None:
         windows = made("windows", (graph,), lambda: windows_to_search(graph))
-        return _Spaces(windows, setting, rival, make, price, kept)
+        return _Spaces(windows, setting, rival, make, kept)
     # A preset that says how parameters are gathered has one space, whether they may be dropped or not.
     speaks = constraints.speak_of_gathering
 
-    def once(setting: Setting, rival: Rival) -> Space:
+    def once(setting: Setting, rival: Rival) -> Uncounted:
         setting = replace(setting, regather=setting.regather or speaks)
         what = rival.seconds, preset.key, setting
         return planning.spaces(what, (graph, asked), lambda: make(setting, rival=rival))
 
-    return _Spaces((window_of(asked.parallel, mesh),), setting, rival, once, price, kept)
+    return _Spaces((window_of(asked.parallel, mesh),), setting, rival, once, kept)
 
 
 @without_collections
@@ -351,7 +353,7 @@ class _Fastest:
         self.known = known  # seconds of a plan on another mesh
         self.bound = math.inf
 
-    def made(self, make: Callable[[], Space]) -> Space | None:
+    def made(self, make: Callable[[], Uncounted]) -> Uncounted | None:
         """The space that is made, or None where no plan of it takes less than the known one."""
         try:
             return make()

@@ -201,9 +201,9 @@ def _on_meshes(planning: Planning, known: float) -> Plan:
         rows = [(str(mesh), 0.0, 0.0, 0, why) for mesh in others]
         return replace(plan, meshes=((str(first), plan.step_time_s, plan.lower_bound_s, plan.peak_bytes, ""), *rows))
     # A plan without a budget costs little more than its bound, and tells more in the table of meshes.
-    is_dear = math.isfinite(request.budget) or math.isfinite(known)
-    floor = functools.partial(floor_of, planning) if is_dear else None
-    return best_mesh(candidates, planning.on, planning.until, known, floor)
+    has_budget = math.isfinite(request.budget)
+    floor = functools.partial(floor_of, planning) if has_budget or math.isfinite(known) else None
+    return best_mesh(candidates, planning.on, planning.until, known, floor, is_near=not has_budget)
 
 
 def _candidates(request: Request) -> list[DeviceMesh]:

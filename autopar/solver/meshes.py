@@ -43,13 +43,15 @@ def best_mesh(
     until: float = math.inf,
     known: float = math.inf,
     floor: Callable[[DeviceMesh, float], float] | None = None,
+    is_near: bool = False,
 ) -> Plan:
     """The fastest plan over meshes, or one on fewer axes about as fast; its `meshes` lists all of them.
 
     A mesh that the budget, a preset or a constraint refuses, or on which a bound says that no plan would be taken, is
     listed with the reason. `on` plans on a mesh, and is told the seconds that a plan has to go below. `floor` gives the
-    seconds that no plan on a mesh goes below: the least of them is planned first, as it leaves most others out. Once
-    there is a plan, none is made after the time `until`. Raises `Outdone` where a bound says of all meshes that no plan
+    seconds that no plan on a mesh goes below: the least of them is planned first, as it leaves most others out. Where it
+    `is_near` what plans take, a floor that leaves a mesh behind the least so far is high enough. Once there is a plan,
+    none is made after the time `until`. Raises `Outdone` where a bound says of all meshes that no plan
     takes less than `known` seconds.
     """
     plans = list[Plan]()
@@ -57,7 +59,10 @@ def best_mesh(
     refused = dict[DeviceMesh, Letter]()
     floors = [0.0] * len(candidates)
     if floor is not None and len(candidates) > 1:
-        floors = [floor(mesh, known) for mesh in candidates]
+        enough = known
+        for k, mesh in reversed([*enumerate(candidates)]):  # Few neighbours on the last axis are mostly fastest.
+            floors[k] = floor(mesh, enough)
+            enough = min(enough, (1 + _LIMITS.alike) * floors[k]) if is_near else known
     for least, mesh in sorted(zip(floors, candidates, strict=True), key=lambda pair: pair[0]):
         if plans and time.monotonic() > until:
             table[mesh] = str(mesh), 0.0, 0.0, 0, "not planned: the time limit"

@@ -10,6 +10,7 @@ from autopar.sharding.costs import optimizer_figures
 from autopar.space.conversion_bytes import Temporaries
 from autopar.space.edge_pieces import EdgePieces
 from autopar.space.gradient_buckets import GradientBuckets, trained_parameters
+from autopar.space.least_saved import least_saved
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.memory import Memory, Piece
@@ -62,6 +63,13 @@ def memory_of(
     return Memory(
         pieces, ops, clock.updates, passages, edges.readers, converted, edges.viewed, merged, shown, temporaries
     )
+
+
+def least_bytes(graph: Graph, setting: Setting, parameters: ParameterValues, shared: Shared) -> float:
+    """Bytes that a device holds at least when backward begins, where nothing is recomputed or waits on the host."""
+    lifetimes = _lifetimes(graph, setting, len(trained_parameters(graph)), parameters, shared)
+    whole = shared.of_graph("least saved", (lifetimes,), lambda: least_saved(lifetimes))
+    return whole / setting.mesh.size
 
 
 def _lifetimes(graph: Graph, setting: Setting, trained: int, parameters: ParameterValues, shared: Shared) -> Lifetimes:

@@ -30,7 +30,7 @@ from autopar.space.host_windows import HostWindows
 from autopar.space.memory import Memory
 from autopar.space.overlap import windows_of
 from autopar.space.parameter_values import ParameterValues
-from autopar.space.pieces import memory_of
+from autopar.space.pieces import least_bytes, memory_of
 from autopar.space.pinning import Narrowing, Pinning, supported
 from autopar.space.schedule import Schedule, schedule_of
 from autopar.space.setting import Setting
@@ -40,16 +40,20 @@ from autopar.space.space import Rival, Site, Space
 from autopar.space.wiring import source_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Uncounted:
-    """A space whose bytes are not counted yet."""
+    """A space whose bytes are counted when they are asked for."""
 
-    space: Space
-    memory: Callable[[], Memory]
+    def __init__(self, space: Space, memory: Callable[[], Memory], least: Callable[[], float]) -> None:
+        self.space = space
+        self.least_bytes = least  # bytes that a device holds at least, where nothing is recomputed
+        self._memory = memory
+        self._counted: Space | None = None
 
     def counted(self) -> Space:
         """The space with its bytes."""
-        return replace(self.space, memory=self.memory())
+        if self._counted is None:
+            self._counted = replace(self.space, memory=self._memory())
+        return self._counted
 
 
 def shardings(
@@ -121,7 +125,8 @@ def uncounted(
         frozenset(info(n).key for n in parameters.runs_once(setting)),
     )
     rival.check(space)
-    return Uncounted(space, functools.partial(memory_of, graph, setting, wiring, schedule, parameters, shared))
+    memory = functools.partial(memory_of, graph, setting, wiring, schedule, parameters, shared)
+    return Uncounted(space, memory, functools.partial(least_bytes, graph, setting, parameters, shared))
 
 
 def _read(graph: Graph, setting: Setting, once: Once) -> tuple[Bindings, ParameterValues, Schedule]:
