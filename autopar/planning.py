@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.collector import without_collections
@@ -54,10 +54,8 @@ class Planning:
     apart: frozenset[str] = frozenset()  # results of groups of ops that a kernel could stand for and does not
     has_habits: bool = True  # whether a preset's habits are kept to
     parts_on_host: bool = False  # whether parameters themselves may lie on the host, beside their states
-    made: Once = field(default_factory=Once)  # what is read of the graph alone, for the spaces of all meshes
-    # Tables of spaces, and spaces that several searches ask for. They have `made`, which has none of them: memory is
-    # free once a search has ended, and not when the collector comes.
-    spaces: Once = field(default_factory=Once)
+    made: Once = field(default_factory=Once)  # facts of the graph alone, for the spaces of all meshes
+    spaces: Once = field(default_factory=Once)  # spaces and their tables: `made` holds none, so they end with a search
 
     @without_collections
     def on(self, mesh: DeviceMesh, known: float = math.inf) -> Plan:
@@ -142,13 +140,12 @@ class Planning:
         left = list(spaces.windows)
         if not self.is_tight:
             left.clear()
-            made = [space for least in spaces.windows if (space := found.made(functools.partial(spaces.of, least)))]
-            of_space = {id(one.space): one for one in made}
-            for space in most_promising_first([one.space for one in made]):
+            made = _most_promising_first(found.made(spaces))
+            for one in made:
                 try:
-                    found.add(functools.partial(self._freely, of_space[id(space)], spaces))
+                    found.add(functools.partial(self._freely, one, spaces))
                 except _DoesNotFit:
-                    left.append(space.setting.window_bytes)
+                    left.append(one.space.setting.window_bytes)
             if left and found.best is None and self.request.chunks == "auto":
                 raise _DoesNotFit(made[-1].space)
         for least in sorted(left):  # small windows hold copies for the shortest time
@@ -164,8 +161,7 @@ class Planning:
         budget = self.request.budget
         if self.request.recompute in ("auto", "none") and uncounted.least_bytes() > budget:
             raise _DoesNotFit(uncounted.space)
-        space = uncounted.counted()
-        refuse_below(space, budget)
+        refuse_below(space := uncounted.counted(), budget)
         if math.isinf(budget) or peak_where_nothing_is_dear(space) <= budget:
             plan = self._fastest(space, spaces, math.inf, rival)
             if plan.peak_bytes <= budget:
@@ -267,7 +263,7 @@ class _Spaces:
         return self.make(setting, rival=self.rival) if kept is None else kept
 
     def floor(self, least: int, gap: float) -> float:
-        """Seconds that no plan in windows of `least` bytes goes below, whatever it holds; the rival's are enough."""
+        """Seconds that no plan in windows of `least` bytes goes below; the rival's are enough."""
         setting = replace(self.setting, window_bytes=least)
         known = self.rival.seconds
         try:
@@ -353,13 +349,15 @@ class _Fastest:
         self.known = known  # seconds of a plan on another mesh
         self.bound = math.inf
 
-    def made(self, make: Callable[[], Uncounted]) -> Uncounted | None:
-        """The space that is made, or None where no plan of it takes less than the known one."""
-        try:
-            return make()
-        except Outdone as e:
-            self.bound = min(self.bound, e.floor)
-            return None
+    def made(self, spaces: _Spaces) -> list[Uncounted]:
+        """The spaces that may have a plan which takes less than the known one."""
+        made = []
+        for least in spaces.windows:
+            try:
+                made.append(spaces.of(least))
+            except Outdone as e:
+                self.bound = min(self.bound, e.floor)
+        return made
 
     def add(self, search: Callable[..., Plan]) -> None:
         """Run a search; it raises `Outdone` where no plan takes less than its `rival` seconds."""
@@ -378,6 +376,13 @@ class _Fastest:
         if self.best is None:
             raise Outdone(self.bound)
         return replace(self.best, lower_bound_s=self.bound)
+
+
+def _most_promising_first(made: Sequence[Uncounted]) -> list[Uncounted]:
+    """Spaces of the same choices, in the order of `most_promising_first`."""
+    of_space = {id(one.space): one for one in made}
+    spaces = [one.space for one in made]
+    return [of_space[id(space)] for space in most_promising_first(spaces)]
 
 
 class _DoesNotFit(Exception):

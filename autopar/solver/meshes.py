@@ -49,10 +49,10 @@ def best_mesh(
 
     A mesh that the budget, a preset or a constraint refuses, or on which a bound says that no plan would be taken, is
     listed with the reason. `on` plans on a mesh, and is told the seconds that a plan has to go below. `floor` gives the
-    seconds that no plan on a mesh goes below: the least of them is planned first, as it leaves most others out. Where it
+    seconds that no plan on a mesh goes below: the least of them is planned first, as it leaves most others out. If it
     `is_near` what plans take, a floor that leaves a mesh behind the least so far is high enough. Once there is a plan,
-    none is made after the time `until`. Raises `Outdone` where a bound says of all meshes that no plan
-    takes less than `known` seconds.
+    none is made after the time `until`. Raises `Outdone` where a bound says of all meshes that no plan takes less than
+    `known` seconds.
     """
     plans = list[Plan]()
     table = dict[DeviceMesh, tuple[str, float, float, int, str]]()

@@ -31,7 +31,6 @@ class EdgePieces:
         self.clock: Clock = lifetimes.clock
         self.lifetimes = lifetimes
         self.owners = lifetimes.parameters.owners
-        self.stored = frozenset(self.owners.values())
         self.bytes = bytes_
         self.reach = lifetimes.reach()  # memory -> the last time at which it is counted so far
         self.found: list[Piece] = []
@@ -213,7 +212,8 @@ class EdgePieces:
         The send buffer is there while the gather is under way; when it ends, what has arrived lies beside the
         parameters cut out of it. Casts that are sent at once are there as long.
         """
-        is_cast = passage.value not in self.stored and not self.lifetimes.memories.is_view[passage.value]
+        is_made = self.owners[passage.value] is not passage.value
+        is_cast = is_made and not self.lifetimes.memories.is_view[passage.value]
         self._put("transients", passage, sent, begins, taken if is_cast and begins >= taken else taken - 1)
         self._put("transients", passage, made, taken, taken)
 

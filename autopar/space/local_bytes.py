@@ -53,6 +53,8 @@ class LocalBytes:
         self.mesh = mesh
         self._sizes: dict[tuple[tuple[int, ...], int, Sharding], int] = {}
         self.once = Once()  # cache of tables that are made of others
+        # Tables by their identity, which they keep, and whether they have any entry that is not zero.
+        self._any: dict[int, tuple[np.ndarray, bool]] = {}
 
     def of(self, type_: TensorType, sharding: Sharding) -> int:
         key = (type_.shape, type_.itemsize, sharding)
@@ -147,7 +149,10 @@ class LocalBytes:
 
     def is_any(self, table: np.ndarray) -> bool:
         """Whether a table has any entry that is not zero."""
-        return self.once("has any", (table,), lambda: bool(table.any()))
+        known = self._any.get(id(table))
+        if known is None:
+            known = self._any[id(table)] = table, bool(table.any())
+        return known[1]
 
 
 def _differ(rows: Sequence[Sharding], columns: Sequence[Sharding]) -> np.ndarray:

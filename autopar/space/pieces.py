@@ -66,7 +66,7 @@ def memory_of(
 
 
 def least_bytes(graph: Graph, setting: Setting, parameters: ParameterValues, shared: Shared) -> float:
-    """Bytes that a device holds at least when backward begins, where nothing is recomputed or waits on the host."""
+    """Bytes that a device holds at least when backward begins, where nothing is recomputed."""
     lifetimes = _lifetimes(graph, setting, len(trained_parameters(graph)), parameters, shared)
     whole = shared.of_graph("least saved", (lifetimes,), lambda: least_saved(lifetimes))
     return whole / setting.mesh.size

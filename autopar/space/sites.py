@@ -204,7 +204,7 @@ class SiteBuilder:
         if key not in self._known:
             made = self._new_op(node, dict(blocks))
             self._known[key] = self._run_once(made, [True] * len(made.choices)) if is_once else made
-        site = replace(self._known[key], name=about.key, source=about.source)
+        site = self._known[key].of_node(about.key, about.source)
         if node in self.parameters.casts:
             site = self._with_policies(site, type_of(node))
         return Draft(site, operands, tuple([type_of(n) for n in operands]))

@@ -75,6 +75,25 @@ class Site:
             },
         )
 
+    def of_node(self, name: str, source: str) -> Site:
+        """The site of another node that shares these tables. Called for every op of a model: no `replace`."""
+        return Site(
+            name,
+            self.op,
+            self.kind,
+            self.choices,
+            self.seconds,
+            source,
+            self.has_rule,
+            self.bytes,
+            self.policies,
+            self.priced_by,
+            self.suspected,
+            self.compute,
+            self.exchange,
+            self.outputs,
+        )
+
     def sharing(self, like: Site) -> Site:
         """The site with the choices and tables of a site like it, so that both share what is known by id."""
         return replace(
