@@ -63,7 +63,7 @@ def best_mesh(
         for k, mesh in reversed([*enumerate(candidates)]):  # Few neighbours on the last axis are mostly fastest.
             floors[k] = floor(mesh, enough)
             enough = min(enough, (1 + _LIMITS.alike) * floors[k]) if is_near else known
-    for least, mesh in sorted(zip(floors, candidates, strict=True), key=lambda pair: pair[0]):
+    for least, mesh in sorted(zip(floors, candidates, strict=True), key=_promise):
         if plans and time.monotonic() > until:
             table[mesh] = str(mesh), 0.0, 0.0, 0, "not planned: the time limit"
             continue
@@ -89,6 +89,12 @@ def best_mesh(
         raise _least([(mesh, refused[mesh]) for mesh in candidates])
     best, said = _of_fewest_axes(plans)
     return replace(best, meshes=rows, defaults=(*best.defaults, *said)) if len(candidates) > 1 else best
+
+
+def _promise(floor_on: tuple[float, DeviceMesh]) -> float:
+    """The floor of a mesh, as one of fewer axes would have it that is taken as readily."""
+    floor, mesh = floor_on
+    return floor * (1 + _LIMITS.alike) ** (len(mesh.shape) > 1)
 
 
 def _to_be_taken(mesh: DeviceMesh, plans: Sequence[Plan]) -> float:

@@ -100,6 +100,16 @@ def test_no_budget_is_searched_for_stages_that_are_slower_without_one():
         staging._in_stages(graph, request, request.pipeline, inside, free.step_time_s)
 
 
+def test_floors_lead_to_the_plan_that_all_meshes_lead_to():
+    """Where seconds are known, meshes are bounded first and the space of the best is kept; else all are planned."""
+    request = Request(mesh=8, microbatches=4, memory_budget="inf")
+    graph = request.trace(*decoder())
+    whole, bounded = (search._in_few_turns(graph, request, known=known) for known in (math.inf, 1e9))
+    assert bounded.decisions == whole.decisions and bounded.mesh == whole.mesh
+    floors = [bound for *_, bound, _, why in bounded.meshes if why.startswith("no plan on it")]
+    assert len(floors) == 2 and min(floors) >= (1 - 1e-9) * bounded.step_time_s
+
+
 def test_a_mesh_with_one_stage_is_a_mesh_without():
     one = planned(mesh=autopar.DeviceMesh((1, 2), ("pp", "dp")))
     assert one.to_dict() == planned(mesh=autopar.DeviceMesh((2,), ("dp",))).to_dict()
