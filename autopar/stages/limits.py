@@ -12,7 +12,7 @@ class Limits:
     # Cuts of least bound that are simulated in one order, before blocks of the best are moved. Chosen.
     cuts: int = 50
     # Moves from a cut that takes so much longer than a known plan, as a share, do not lead below it: they gained
-    # 20 % at most in the orders of 60 random chains and of GPT-3's blocks on 4 to 64 coordinates.
+    # 20 % at most in the orders of 60 random chains and of GPT-3's blocks on 8 to 32 coordinates.
     moves: float = 0.25
     chains: int = 64  # Chains of the last runs of an order that bound its seconds at other prices. Chosen.
 
