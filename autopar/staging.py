@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from autopar.arguments import check_fits
 from autopar.collector import without_collections
 from autopar.cutting import Cutting, Slower, starts_of
 from autopar.graph.graph import Graph, rows_of_batch
-from autopar.letters import Infeasible, Letter, NotServed
+from autopar.letters import BadPreset, Infeasible, Letter, NotServed
 from autopar.limits import LIMITS
 from autopar.request import Request
 from autopar.sharding.mesh import DeviceMesh
@@ -97,7 +98,8 @@ def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Inside, kno
     letter: Letter | None = None
     slower: Slower | None = None
     mesh = request.mesh
-    for turns in _numbers_of_turns(graph, request, int(asked.size)):
+    too_many = set[int]()
+    for turns in _numbers_of_turns(graph, request, int(asked.size), too_many):
         try:
             best = min([known, *(plan.step_time_s for plan in plans)])
             plans.append(_in_turns(graph, replace(request, microbatches=turns, mesh=mesh), asked, inside, best))
@@ -111,6 +113,9 @@ def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Inside, kno
         except Slower as e:
             slower = Slower(e.bound, e.mesh)  # The frames of the first hold a plan and its space.
             mesh = e.mesh
+        except BadPreset as e:  # devices cannot share so few rows
+            too_many.add(turns)
+            letter = e
         except (Infeasible, NotServed) as e:
             letter = letter or e
     if plans:
@@ -121,13 +126,24 @@ def _in_stages(graph: Graph, request: Request, asked: Asked, inside: Inside, kno
     raise letter
 
 
-def _numbers_of_turns(graph: Graph, request: Request, stages: int) -> list[int]:
-    """Numbers of micro-batches to try: what is asked for, or some that fill the stages."""
+def _numbers_of_turns(graph: Graph, request: Request, stages: int, too_many: Collection[int]) -> Iterator[int]:
+    """Numbers of micro-batches to try: what is asked for, or some that fill the stages.
+
+    Those that turn out to be too many make way for others.
+    """
     if request.microbatches != "auto":
-        return [int(request.microbatches)]
+        yield int(request.microbatches)
+        return
     rows = rows_of_batch(graph)
-    fits = [n for n in range(1, rows + 1) if rows % n == 0]
-    return list(dict.fromkeys(min(fits, key=lambda n: abs(math.log(n / (stages * fill)))) for fill in LIMITS.fills))
+    tried = set[int]()
+    for fill in LIMITS.fills:
+        fits = {n for n in range(1, rows + 1) if rows % n == 0}
+        while left := sorted(fits - set(too_many)):
+            turns = min(left, key=lambda n: abs(math.log(n / (stages * fill))))
+            if turns in tried:
+                break
+            tried.add(turns)
+            yield turns
 
 
 def _in_turns(graph: Graph, request: Request, asked: Asked, inside: Inside, known: float) -> Plan:

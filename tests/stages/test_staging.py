@@ -261,3 +261,12 @@ def test_a_case_has_its_blocks():
     plan = autopar.plan(model, batch, mesh=autopar.DeviceMesh((4, 1), ("pp", "dp")), microbatches=4)
     blocks = [name for stage in plan.pipeline.stages for name in stage.blocks]
     assert blocks == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+
+
+def test_micro_batches_are_as_many_as_devices_can_share():
+    model, batch = decoder(4)
+    few = {name: value[:8] for name, value in batch.items()}  # eight micro-batches would fill the stages better
+    plan = autopar.plan(model, few, mesh=MESH, pipeline={"schedule": "1f1b"}, parallel="zero2")
+    assert plan.microbatches == 4
+    with pytest.raises(autopar.BadPreset, match="share the 3 rows"):
+        autopar.plan(model, {name: value[:3] for name, value in batch.items()}, mesh=MESH, pipeline=2, parallel="zero2")
