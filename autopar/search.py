@@ -234,7 +234,8 @@ def _are_alike(request: Request, candidates: Sequence[DeviceMesh]) -> bool:
 def _explained(planning: Planning, letter: Infeasible) -> Infeasible:
     """The letter, explained by constraints and presets where one mesh is planned, not as a trial."""
     candidates = _candidates(planning.request)
-    if planning.is_trial or (len(candidates) > 1 and not _are_alike(planning.request, candidates)):
+    has_more_room = planning.request.states_on_host and not planning.parts_on_host
+    if planning.is_trial or has_more_room or (len(candidates) > 1 and not _are_alike(planning.request, candidates)):
         return letter
     return explained(letter, planning, candidates[0])
 

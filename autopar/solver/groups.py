@@ -27,7 +27,8 @@ import numpy as np
 
 from autopar.solver.limits import LIMITS
 from autopar.solver.states import Again, StateSearch, StepStates
-from autopar.space.timeline import Momentary, Passing, Run, Timeline
+from autopar.space.steps import Passing
+from autopar.space.timeline import Momentary, Run, Timeline
 
 _LIMITS = LIMITS.groups
 
@@ -256,7 +257,7 @@ def _ways_of(stages: _Stages, is_all_or_none: bool) -> list[list[_Way]]:
             key = (tuple(map(_unnamed, part.runs)), *part.bytes.tolist())
             if key not in alike:
                 sets = _sets(part, is_all_or_none)
-                alike[key] = [(s, part._step(s)[2][part.ops :]) for s in sets]
+                alike[key] = [(s, part.steps.held(part.steps.repeated(s))[part.ops :]) for s in sets]
             ways += _best(_ways_among(stages, first, end, alike[key]))
         found.append(ways)
     return found

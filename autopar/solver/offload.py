@@ -22,7 +22,8 @@ from autopar.sharding.host import Host
 from autopar.solver.limits import LIMITS
 from autopar.solver.states import Again, StateSearch, StepStates
 from autopar.space.space import Space
-from autopar.space.timeline import Away, Passing, Through, Timeline
+from autopar.space.steps import Away, Passing
+from autopar.space.timeline import Through, Timeline
 from autopar.space.windows import CPUS, UP
 
 _LIMITS = LIMITS.states

@@ -24,7 +24,8 @@ import numpy as np
 
 from autopar.solver.flow import Network
 from autopar.solver.limits import LIMITS
-from autopar.space.timeline import Away, Passing, Timeline
+from autopar.space.steps import Away, Passing
+from autopar.space.timeline import Timeline
 
 _LIMITS = LIMITS.states
 

@@ -24,28 +24,21 @@ comes nearer.
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopar.space.limits import LIMITS
 from autopar.space.passage import OWN, Passage
+from autopar.space.steps import NOWHERE, Away, Passing, Steps
 
 if TYPE_CHECKING:
     from autopar.space.space import Space
 
 SMALL = 64 * 2**10  # bytes of a value that is saved whatever is recomputed: statistics, counts
 RESIDENT = -1  # instead of a value's number: parameters, buffers and inputs, which always exist
-
-# runs, in order, each with the time of an op of forward: for the backward of later ops it is repeated in passing
-Passing = tuple[tuple[int, int], ...]
-# value -> the time behind which its memory is free, and the time before which it begins to come back from the host
-Away = Mapping[int, tuple[int, int]]
-NOWHERE: Away = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,10 +108,9 @@ class Timeline:
         gathered = {v for run in self.runs if not run.is_op and not run.reads for v in run.makes if not self.fixed[v]}
         self.fixed[[v for run in self.runs if not gathered.isdisjoint(run.reads) for v in run.makes]] = True
         self.fixed[[v for i in self.forced for v in self.runs[i].makes]] = False
-        self._forward = _Forward.of(self)
-        *_, bare = self._step(self.forced)
+        self.steps = Steps(self)
         # Bytes of what is in no run, by time: where all is saved, the line holds what the pieces say.
-        self.other: np.ndarray = self.held - bare
+        self.other: np.ndarray = self.held - self.steps.held(self.steps.repeated(self.forced))
 
     @functools.cached_property
     def needed(self) -> frozenset[int]:
@@ -188,97 +180,9 @@ class Timeline:
 
     def under(self, again: frozenset[int], passing: Passing = (), away: Away = NOWHERE) -> Through:
         """The step in which these runs are recomputed: what runs again, and the bytes at every time."""
-        ran, times, most = self._step(again, passing, away)
-        return Through(ran, times, most + self.other)
-
-    def _step(
-        self, again: frozenset[int], passing: Passing = (), away: Away = NOWHERE
-    ) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
-        """The runs that are repeated, the time of each, and the bytes of all runs at every time."""
-        forward, made_by, fixed, until = self._forward, self.made_by, self._forward.fixed, dict(passing)
-        born, last, there = list(forward.born), list(forward.read), set[int]()
-        lives = list[tuple[int, int, int]]()  # first lives of values that are made again
-        ran, came, times, work, now = list[int](), list[int](), list[int](), list[tuple[int, float]](), len(self.runs)
-        for keeps, first, time in forward.backward:
-            before = len(ran)
-            comes = set[int]()
-            for value in keeps:
-                if made_by[value] in again and value not in there and not fixed[value]:
-                    comes.update(self._chain(value, again, there))
-            for i in sorted(comes):  # Emitted code repeats runs in forward order.
-                run = self.runs[i]
-                for v in run.makes:
-                    if not fixed[v]:
-                        lives.append((born[v], last[v], v))
-                        born[v] = last[v] = now
-                for v in run.reads:
-                    last[v] = now
-                if run.work:
-                    work.append((now, run.work))
-                ran.append(i)
-                came.append(time)
-                times.append(time)
-                now += 1
-            for value in keeps:
-                last[value] = now
-            for value in first:
-                last[value] = now - 1
-            times.append(time)
-            now += 1
-            for i in ran[before:] if until else ():
-                if 2 * self.ops - 1 - time > until.get(i, self.ops):
-                    there.difference_update(self.runs[i].makes)
-        steps = [*forward.times, *times] if away else []  # run -> its time, in order
-        for value, (gone, returns) in away.items():
-            lives.append((born[value], bisect_right(steps, gone) - 1, value))
-            born[value] = bisect_left(steps, returns)
-        return tuple(ran), tuple(came), self._bytes(born, last, lives, work, times)
-
-    def _chain(self, value: int, again: frozenset[int], there: set[int]) -> list[int]:
-        """The runs that have to be repeated for a value, in order, each behind those of its operands."""
-        found, pending, made_by, fixed = list[int](), [value], self.made_by, self._forward.fixed
-        while pending:
-            wanted = pending[-1]
-            if wanted in there:
-                pending.pop()
-                continue
-            run = self.runs[made_by[wanted]]
-            missing = [v for v in run.reads if v not in there and not fixed[v] and made_by[v] in again]
-            if missing:
-                pending += missing
-            else:
-                pending.pop()
-                there.update(run.makes)
-                found.append(made_by[wanted])
-        return found
-
-    def _bytes(
-        self,
-        born: Sequence[int],
-        last: Sequence[int],
-        lives: Sequence[tuple[int, int, int]],
-        work: Sequence[tuple[int, float]],
-        times: Sequence[int],
-    ) -> np.ndarray:
-        """Bytes of the values of all runs, at every time the largest sum while it lasts."""
-        count = len(self.runs) + len(times)
-        first = np.array(lives, int).reshape(-1, 3)
-        size = np.concatenate([self.bytes, self.bytes[first[:, 2]]])
-        begins = np.concatenate([born, first[:, 0]]).astype(int)
-        ends = np.concatenate([np.where(self.leaves, count - 1, last), first[:, 1]]).astype(int) + 1
-        change = np.bincount(begins, size, count + 1) - np.bincount(ends, size, count + 1)
-        own = np.cumsum(change)[:-1]
-        for step, made in work:
-            own[step] += made
-        at = np.concatenate([self._forward.times, times]).astype(int)  # every time is among them, in order
-        starts = np.flatnonzero(np.diff(at, prepend=-1))
-        is_op: np.ndarray = np.zeros(count, bool)
-        is_op[[*(starts[1:] - 1), count - 1]] = True  # the last of its time
-        own[is_op] += self.momentary.temporaries[at[is_op]]
-        own[~is_op] -= self.momentary.made[at[~is_op]]
-        most = np.zeros(len(self.held))
-        most[at[starts]] = np.maximum.reduceat(own, starts)
-        return most
+        repeated = self.steps.repeated(again, passing)
+        times = self.steps.back[repeated.places].tolist()
+        return Through(tuple(repeated.runs), tuple(times), self.steps.held(repeated, away) + self.other)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,29 +192,6 @@ class Through:
     ran: tuple[int, ...]
     times: tuple[int, ...]  # run in `ran` -> the time of the backward before which it is repeated
     held: np.ndarray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Forward:
-    """What does not depend on recompute: where forward makes and reads values, and what backward reads."""
-
-    born: tuple[int, ...]  # value -> the run that makes it
-    read: tuple[int, ...]  # value -> the last run that reads it
-    times: tuple[int, ...]  # run -> its time
-    # ops, the last first: values that the backward reads, those that it frees first, and its time
-    backward: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-    fixed: tuple[bool, ...]
-
-    @staticmethod
-    def of(line: Timeline) -> _Forward:
-        read = list(line.made_by)
-        for t, run in enumerate(line.runs):
-            for v in run.reads:
-                read[v] = t
-        last = 2 * line.ops - 1
-        backward = tuple((run.keeps, run.first, last - run.time) for run in reversed(line.runs) if run.is_op)
-        times = tuple(run.time for run in line.runs)
-        return _Forward(tuple(line.made_by), tuple(read), times, backward, tuple(line.fixed.tolist()))
 
 
 class _TimelineWriter:
