@@ -203,7 +203,7 @@ def _recomputed(joint: JointGraph, ops: Collection[str], forward: set[fx.Node]) 
             continue
         op = node.meta.get(OP, "")
         if shows(node) or (node.target is torch.ops.aten.clone.default and op in computing):
-            comes = node.all_input_nodes[0] in found
+            comes = node.all_input_nodes[0] in found or (op in ops and not shows(node))
         else:
             is_repeated = node.target not in COLLECTIVES or node.target in _SENDING or node.meta.get(CONVERTED)
             comes = op in ops and is_repeated

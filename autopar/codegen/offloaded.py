@@ -7,14 +7,15 @@ each emitted half, once all else is in its place. A copy is no collective: ranks
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
 
-from autopar.codegen.buffers import buffer_of, read_instead, views_of
+from autopar.codegen.buffers import buffer_of, read_instead, shows, views_of
 from autopar.codegen.halves import Joint
 from autopar.codegen.joint_graph import BACK, OP, RECOMPUTED
 from autopar.codegen.local import LocalProgram
@@ -156,14 +157,26 @@ def _trips(joint: Joint, offloaded: Offloaded) -> Iterator[Trip]:
     results: Any = joint.forward.output_node().args[0]
     given = joint.backward.find_nodes(op="placeholder")
     leaving = {buffer_of(n) for n in results[: joint.outputs]}
+    computing = {n.meta.get(OP) for n in joint.forward.nodes if n.op == "call_function" and not shows(n)}
     shown: dict[fx.Node, dict[int, fx.Node]] = {}
     for place, node in enumerate(results[joint.outputs :]):
         shown.setdefault(buffer_of(node), {})[place] = node
     for owner, places in shown.items():
-        times = offloaded.travel(owner) if owner.op == "call_function" else None
+        times = _times(owner, places.values(), offloaded, computing) if owner.op == "call_function" else None
         is_read = any(given[place].users for place in places)
         if times is not None and owner not in leaving and is_read and _bytes(owner) >= offloaded.least:
             yield Trip(owner, places, *times)
+
+
+def _times(owner: fx.Node, shown: Iterable[fx.Node], offloaded: Offloaded, computing: Collection[Any]) -> Times | None:
+    """The times at which a memory travels: those of what makes it, or of an op that only views it here.
+
+    The plan counts a copy where such an op needs one for whole tensors: a part may be contiguous as it is, such as that
+    of a single head.
+    """
+    views = itertools.chain.from_iterable(views_of(node) for node in shown)
+    nodes = (owner, *(view for view in views if view.meta.get(OP) not in computing))
+    return next((times for node in nodes if (times := offloaded.travel(node)) is not None), None)
 
 
 def _bytes(node: fx.Node) -> int:
