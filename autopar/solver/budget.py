@@ -113,7 +113,7 @@ class Budgeted:
         at = Prices({}, (0.0,) * self.kinds)
         if points:
             times = sorted({t for p in points for t in self._overfull(p, budget)})
-            at, _ = prices_of(points, times, budget, self.kinds)
+            at, _ = prices_of(points, dict.fromkeys(times, budget), self.kinds)
         centre = at
         bound = -math.inf
         tried = set[Any]()
@@ -139,7 +139,7 @@ class Budgeted:
                 if self.none_within(budget, at.of_bytes):
                     return Outcome(None, bound, points, centre, hopeless=True)
             times = sorted({*times, *self._overfull(point, budget)})
-            ahead, most = prices_of(points, times, budget, self.kinds)
+            ahead, most = prices_of(points, dict.fromkeys(times, budget), self.kinds)
             left = 0.0 if best is None else little * (best.seconds - bound)
             if points and most - bound <= max(_LIMITS.worth * abs(bound), left):
                 break  # The best prices ahead raise the bound too little.

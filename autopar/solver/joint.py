@@ -144,10 +144,13 @@ class JointTables:
                 (edges if piece.is_edge else sites).setdefault(piece.place, []).append(alike)
         return sites, edges
 
-    def least_bytes(self) -> float:
-        """Bytes that no plan goes under at one of both times, under any sharding with any recompute."""
+    def least_bytes(self, away: float = 0.0) -> float:
+        """Bytes that no plan goes under at one of both times, under any sharding with any recompute.
+
+        Values of so many bytes may be `away` at the priced time.
+        """
         _, at_step = self.counted.at({self.step: 1.0}, 0.0)
-        return max(at_step, self._fewest_bytes())
+        return max(at_step, self._fewest_bytes() - away)
 
     def _fewest_bytes(self) -> float:
         """A lower bound of bytes at the priced time, for any sharding with any recompute."""

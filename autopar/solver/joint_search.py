@@ -65,34 +65,38 @@ class JointSearch:
         """The gap of the fastest sharding without a budget: under a budget, a smaller gap is unlikely."""
         return (self.first.point.seconds - self.free.bound) / self.first.point.seconds
 
-    def bound(self, budget: float) -> float:
-        """A proven lower bound of seconds under a budget."""
+    def bound(self, budget: float, away: float | None = None) -> float:
+        """A proven lower bound of seconds under a budget, of plans with no more bytes of values `away` at any time."""
         free = 0.0 if self.free.is_rough else self.free.bound
-        return max([free, *(least - at.of_budget * budget for at, least in self.bounds.items())])
+        return max([free, *(self._less_budget(at, least, budget, away) for at, least in self.bounds.items())])
 
     @property
     def carried(self) -> float:
         """The most bytes of the fastest sharding that wait on the host."""
         return 0.0 if self.first.packing is None else self.first.packing.carried
 
+    def _less_budget(self, at: JointPrices, least: float, budget: float, away: float | None = None) -> float:
+        """The least priced cost less what a budget is worth: values wait on the host in backward, never at the step."""
+        return least - at.of_budget * budget - at.of_byte * (self.carried if away is None else away)
+
     def bound_beside_host(self, budget: float, best_s: float) -> float:
         """A proven lower bound of plans that take no longer than `best_s`, with values on the host or without."""
         room = self.task.room
         if room is None:
             return self.bound(budget)
-        return self.bound(budget + room.carried(most_before(self.task.space, best_s, self.tables.time)))
+        return self.bound(budget, room.carried(most_before(self.task.space, best_s, self.tables.time)))
 
     def about(self, budget: float) -> float:
         """The lower bound under a budget, with those in single precision that are not proven yet."""
-        rough = (least - at.of_budget * budget for at, least in self.rough.items())
+        rough = (self._less_budget(at, least, budget) for at, least in self.rough.items())
         return max([self.bound(budget), self.free.bound, *rough])
 
     def best_prices(self, budget: float) -> JointPrices:
         """The prices that give the best bound so far under a budget."""
         tried = self.bounds | self.rough
-        best = max(tried, key=lambda at: tried[at] - at.of_budget * budget, default=None)
+        best = max(tried, key=lambda at: self._less_budget(at, tried[at], budget), default=None)
         at_first = JointPrices(0.0, self.free.prices.exposed)
-        if best is None or tried[best] - best.of_budget * budget < self.free.bound:
+        if best is None or self._less_budget(best, tried[best], budget) < self.free.bound:
             return at_first
         return best
 
@@ -117,17 +121,17 @@ class JointSearch:
 
         No bound is higher. Where all plans are over the budget, prices of a byte are raised, and the cost is infinite.
         """
-        times = (self.tables.time, self.tables.step)
+        budgets = {self.tables.time: budget + self.carried, self.tables.step: budget}
         met = self._plans()
-        held = np.array([plan.held[list(times)] for plan in met])
-        if (held.max(1) <= budget).any():
-            prices, most = prices_of(met, times, budget, self.task.counted.kinds)
-            of_byte, at_step = (prices.of_bytes.get(t, 0.0) for t in times)
+        over = np.array([plan.held[list(budgets)] for plan in met]) - np.array(list(budgets.values()))
+        if (over <= 0).all(1).any():
+            prices, most = prices_of(met, budgets, self.task.counted.kinds)
+            of_byte, at_step = (prices.of_bytes.get(t, 0.0) for t in budgets)
             return JointPrices(of_byte, prices.exposed, at_step), most
         best = self.best_prices(budget)
         tried = [(at.of_byte, at.at_step) for at in (*self.bounds, *self.rough)]
         usual = self.first.states.usual_price(self.tables.time) / _LIMITS.dearer
-        are_over = held.min(0) > budget
+        are_over = over.min(0) > 0
         dearest = np.max([(0.0, 0.0), *tried], 0) * _LIMITS.dearer
         raised = np.where(dearest > 0, dearest, usual)
         of_byte, at_step = np.where(are_over | ~are_over.any(), raised, (best.of_byte, best.at_step)).tolist()
@@ -144,7 +148,7 @@ class JointSearch:
         shares = np.array(best.exposed)
         at_step = best.at_step * np.array([plan.held[self.tables.step] - budget for plan in met])
         seconds = at_step + [plan.in_line + shares @ np.array(plan.over) for plan in met]
-        price, _ = dearest(seconds, np.array([plan.held[time] for plan in met]) - budget)
+        price, _ = dearest(seconds, np.array([plan.held[time] for plan in met]) - budget - self.carried)
         usual = self.first.states.usual_price(time) / _LIMITS.dearer
         low, high = (best.of_byte / _LIMITS.step, best.of_byte * _LIMITS.step) if best.of_byte else (0.0, usual)
         return JointPrices(min(max(price, low), high), best.exposed, best.at_step)
@@ -174,7 +178,7 @@ class JointSearch:
         if self.about(budget) == self.free.bound:
             self.free = self.task.counted.proven(self.free, math.inf)
         else:
-            at = max(self.rough, key=lambda at: self.rough[at] - at.of_budget * budget)
+            at = max(self.rough, key=lambda at: self._less_budget(at, self.rough[at], budget))
             least = minimise(self.tables.problem(at, self.worths[at]), tries=1)
             self.bounds[at] = least.bound
             del self.rough[at]
@@ -186,7 +190,7 @@ class JointSearch:
         """
         met = [seconds_and_bytes(lined, self.tables.time) for lined in all_]
         seconds, held = np.concatenate(met, axis=1)
-        return dearest(seconds, held - budget)
+        return dearest(seconds, held - budget - self.carried)
 
 
 def dearest(seconds: np.ndarray, over: np.ndarray) -> tuple[float, float]:

@@ -212,7 +212,7 @@ class PolicySearch:
                 replace(plan, in_line=plan.in_line + plan.recompute_s - plan.recompute_hidden_s)
                 for _, plan in self.met.values()
             ]
-            prices, most = prices_of(plans, times, self.task.budget, counted.kinds)
+            prices, most = prices_of(plans, dict.fromkeys(times, self.task.budget), counted.kinds)
             if most - self._highest.bound <= _LIMITS.little * gap:
                 return
             of_byte, at_step = [prices.of_bytes.get(time, 0.0) for time in times] or (0.0, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,24 +38,24 @@ class Prices:
         )
 
 
-def prices_of(points: Sequence[Point], times: Sequence[int], budget: float, kinds: int) -> tuple[Prices, float]:
-    """The prices that maximise the least priced cost of the plans met so far, and that cost.
+def prices_of(points: Sequence[Point], budgets: Mapping[int, float], kinds: int) -> tuple[Prices, float]:
+    """The prices that maximise the least priced cost of the plans met so far, and that cost; `budgets` are by time.
 
     No bound exceeds that cost. The prices solve the linear program  max theta,  theta <= seconds in line + sum of share
     * over + sum of price * (bytes - budget).
     """
     if not points:
-        return Prices(dict.fromkeys(times, 1.0), (0.0,) * kinds), math.inf
+        return Prices(dict.fromkeys(budgets, 1.0), (0.0,) * kinds), math.inf
     program = pulp.LpProblem("prices", pulp.LpMaximize)
     most = max(p.seconds for p in points) or 1.0
-    worth = max(1.0, budget)  # A budget of 0 counts as one byte, which can be divided by.
+    worth = max([1.0, *budgets.values()])  # A budget of 0 counts as one byte, which can be divided by.
     unit = worth / most  # The program counts budgets and the slowest plan's seconds, so that numbers are near 1.
     theta = pulp.LpVariable("theta")
-    price = {t: pulp.LpVariable(f"p_{t}", lowBound=0, upBound=1e4) for t in times}
+    price = {t: pulp.LpVariable(f"p_{t}", lowBound=0, upBound=1e4) for t in budgets}
     share = [pulp.LpVariable(f"e_{k}", lowBound=0, upBound=1) for k in range(kinds)]
     program.setObjective(theta + 0)
     for p in points:
-        rows = [(v, float((p.held[t] - budget) / worth)) for t, v in price.items()] + [
+        rows = [(v, float((p.held[t] - budgets[t]) / worth)) for t, v in price.items()] + [
             (v, o / most) for v, o in zip(share, p.over, strict=True)
         ]
         program.addConstraint(theta - pulp.LpAffineExpression(rows) <= p.in_line / most)

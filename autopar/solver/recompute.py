@@ -111,7 +111,7 @@ class Within:
 
     @property
     def loose(self) -> float:
-        """The budget under which shardings are searched."""
+        """The budget of the priced time, at which values wait on the host."""
         return self.budget + self.joint.carried
 
     @property
@@ -144,7 +144,7 @@ class Within:
     def look_at_known(self) -> None:
         """Search for states of the most promising shardings that are known."""
         known = [
-            (self.joint.promising(self.loose, [lined]), k, lined) for k, lined in enumerate(self.joint.met.values())
+            (self.joint.promising(self.budget, [lined]), k, lined) for k, lined in enumerate(self.joint.met.values())
         ]
         for (price, _), _, lined in sorted(known, key=lambda row: (row[0][1], row[1]))[: _LIMITS.known]:
             self._take(lined, price)
@@ -214,7 +214,7 @@ class Within:
     def look_for_prices(self, rounds: int = _LIMITS.rounds) -> None:
         """Find new shardings at prices of windows and of a byte at the fullest time, and raise the bound."""
         joint = self.joint
-        budget = self.loose
+        budget = self.budget
         lined = self.lined
         if lined is None:
             return
@@ -256,11 +256,11 @@ class Within:
         for _ in range(1 if task.counted.is_large else _LIMITS.mixtures):
             if self.gap <= task.gap:
                 return
-            price, _ = joint.promising(self.loose, joint.met.values())
-            price = price or dearest * LIMITS.joint.dearer or joint.ahead(self.loose)[0].of_byte
+            price, _ = joint.promising(self.budget, joint.met.values())
+            price = price or dearest * LIMITS.joint.dearer or joint.ahead(self.budget)[0].of_byte
             dearest = max(dearest, price)
             near = joint.best_at(price)
-            at = JointPrices(price, None, joint.best_prices(self.loose).at_step)
+            at = JointPrices(price, None, joint.best_prices(self.budget).at_step)
             problem = tables.problem(at, tables.prices.worth(near.line, price))
             point = with_equal_layers(task.counted, points, problem, task.solver, joint.stopped)
             if point is None or tuple(point.picked) in joint.met:
@@ -282,8 +282,8 @@ class Within:
         """
         joint = self.joint
         tried = (*joint.bounds, *joint.rough)
-        best = joint.best_prices(self.loose)
-        alone = joint.ahead_alone(self.loose)
+        best = joint.best_prices(self.budget)
+        alone = joint.ahead_alone(self.budget)
         half = ahead.towards(best) if best.of_budget else ahead
         for step in (half, ahead, alone) if moves else (alone, half, ahead):
             if step.of_budget and not any(step.is_near(at) for at in tried):
@@ -303,8 +303,8 @@ def _auto(task: Task, without: Without) -> Findings:
         within.look_for_prices(_LIMITS.rounds_at_first)
         if within.bound >= (1 - _LIMITS.worth) * task.counted.rival:
             return Findings(within.best, within.bound, joint.free)
-    needs = joint.tables.least_bytes() if within.best is None and not joint.task.is_long else 0.0
-    if needs > within.loose * (1 + LIMITS.rounding.over):
+    needs = joint.tables.least_bytes(joint.carried) if within.best is None and not joint.task.is_long else 0.0
+    if needs > within.budget * (1 + LIMITS.rounding.over):
         return Findings(None, within.bound, joint.free, lowest=joint.small.lowest(), needs=needs)
     if not within.is_near_rival and not within.comes_near() and within.best is None:
         # The smallest plan may fit even where no fast sharding comes near the budget.

@@ -275,5 +275,5 @@ def test_on_one_device_the_peak_is_what_torch_counts():
 def test_a_budget_of_nothing_has_prices():
     """A plan that holds nothing is the smallest, and its peak a budget."""
     point = Point([0], 1.0, np.array([27.0]), Momentary.nothing(1), 1.0)
-    prices, worth = prices_of([point], [0], 0.0, 0)
+    prices, worth = prices_of([point], {0: 0.0}, 0)
     assert np.isfinite(worth) and np.isfinite(prices.of_bytes[0])
