@@ -102,7 +102,8 @@ class JointTables:
         self.bases: dict[tuple[float, ...] | None, Problem] = {}  # exposed shares of the last call -> its tables
         self.steps = self.space.setting.passes
         self.prices = AvailabilityPrices(self.space, self.passages, time, counted.points.kind_of)
-        self.fixed_sites, self.fixed_edges = self._fixed()
+        self.fixed_sites, self.fixed_edges = self._fixed(time)
+        self.at_step = self._at_step()
         # Ops that a policy may repeat until the priced time: what they make may be held then, and be paid for.
         self.early = frozenset[int]() if policy is None else policy.until(self.passages, time)
         self.unless: dict[int, list[int]] = {}  # edge -> ops whose results are saved where its value is converted
@@ -134,12 +135,19 @@ class JointTables:
             self.bases = {exposed: self.counted.tables.problem({}, exposed=exposed)}
         return self.bases[exposed]
 
-    def _fixed(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
-        """Bytes at the priced time that do not depend on states, by site and by edge."""
+    def _at_step(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
+        """Bytes at the optimizer's step; at a time of backward, those that do not depend on states."""
+        if self.step < 2 * len(self.passages.ops):
+            return self._fixed(self.step)
+        by_sites, by_edges = map(_each_alone, self.counted.tables.row(self.step))
+        return by_sites, by_edges
+
+    def _fixed(self, time: int) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
+        """Bytes at a time that do not depend on states, by site and by edge."""
         sites: dict[int, list[np.ndarray]] = {}
         edges: dict[int, list[np.ndarray]] = {}
         for piece in self.memory.pieces:
-            if piece.first <= self.time <= piece.last and not has_state(self.space, piece):
+            if piece.first <= time <= piece.last and not has_state(self.space, piece):
                 alike = self.counted.tables.alike(piece.bytes)
                 (edges if piece.is_edge else sites).setdefault(piece.place, []).append(alike)
         return sites, edges
@@ -181,8 +189,8 @@ class JointTables:
         factors = list(base.factors)
         if not of_time:
             factors = [_of(factor, _for_nothing(once, factor.table)) for factor in factors]
-        at_step = tuple(map(_each_alone, self.counted.tables.row(self.step)))
-        for of_byte, (by_sites, by_edges) in ((price, (self.fixed_sites, self.fixed_edges)), (at.at_step, at_step)):
+        rows = (price, (self.fixed_sites, self.fixed_edges)), (at.at_step, self.at_step)
+        for of_byte, (by_sites, by_edges) in rows:
             for i, held in by_sites.items() if of_byte else ():
                 costs[i] = _plus(once, costs[i], held, of_byte)
             for k, held in by_edges.items() if of_byte else ():

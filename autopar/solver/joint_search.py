@@ -37,6 +37,7 @@ class JointSearch:
     # Bounds at the prices that were tried; in a large space first in single precision, which proves nothing.
     bounds: dict[JointPrices, float] = field(default_factory=dict)
     rough: dict[JointPrices, float] = field(default_factory=dict)
+    beside_link: dict[JointPrices, float] = field(default_factory=dict)  # the least costs of `link_bound.py`
     worths: dict[JointPrices, Availability] = field(default_factory=dict)  # prices -> the availability prices
 
     @staticmethod
@@ -66,7 +67,7 @@ class JointSearch:
         return (self.first.point.seconds - self.free.bound) / self.first.point.seconds
 
     def bound(self, budget: float, away: float | None = None) -> float:
-        """A proven lower bound of seconds under a budget, of plans with no more bytes of values `away` at any time."""
+        """A proven lower bound of seconds under a budget, with so many bytes of values `away`."""
         free = 0.0 if self.free.is_rough else self.free.bound
         return max([free, *(self._less_budget(at, least, budget, away) for at, least in self.bounds.items())])
 
@@ -76,7 +77,10 @@ class JointSearch:
         return 0.0 if self.first.packing is None else self.first.packing.carried
 
     def _less_budget(self, at: JointPrices, least: float, budget: float, away: float | None = None) -> float:
-        """The least priced cost less what a budget is worth: values wait on the host in backward, never at the step."""
+        """The least priced cost less what a budget is worth.
+
+        Values wait on the host at the priced time, never at the optimizer's step.
+        """
         return least - at.of_budget * budget - at.of_byte * (self.carried if away is None else away)
 
     def bound_beside_host(self, budget: float, best_s: float) -> float:
@@ -84,7 +88,8 @@ class JointSearch:
         room = self.task.room
         if room is None:
             return self.bound(budget)
-        return self.bound(budget, room.carried(most_before(self.task.space, best_s, self.tables.time)))
+        in_step = self.bound(budget, room.carried(most_before(self.task.space, best_s, self.tables.time)))
+        return max([in_step, *(least - at.of_budget * budget for at, least in self.beside_link.items())])
 
     def about(self, budget: float) -> float:
         """The lower bound under a budget, with those in single precision that are not proven yet."""

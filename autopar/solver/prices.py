@@ -39,10 +39,10 @@ class Prices:
 
 
 def prices_of(points: Sequence[Point], budgets: Mapping[int, float], kinds: int) -> tuple[Prices, float]:
-    """The prices that maximise the least priced cost of the plans met so far, and that cost; `budgets` are by time.
+    """The prices that maximise the least priced cost of the plans met so far, and that cost.
 
-    No bound exceeds that cost. The prices solve the linear program  max theta,  theta <= seconds in line + sum of share
-    * over + sum of price * (bytes - budget).
+    `budgets` are by time. No bound exceeds that cost. The prices solve the linear program  max theta,  theta <= seconds
+    in line + sum of share * over + sum of price * (bytes - budget).
     """
     if not points:
         return Prices(dict.fromkeys(budgets, 1.0), (0.0,) * kinds), math.inf

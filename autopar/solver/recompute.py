@@ -20,6 +20,7 @@ from autopar.solver.joint import JointPrices
 from autopar.solver.joint_search import JointSearch
 from autopar.solver.limits import LIMITS
 from autopar.solver.lined import Lined, lowest_of
+from autopar.solver.link_bound import look_at_link
 from autopar.solver.points import Point, frontier
 from autopar.solver.policies import Policy
 from autopar.solver.policy_search import PolicySearch
@@ -317,7 +318,17 @@ def _auto(task: Task, without: Without) -> Findings:
         return Findings(within.best, within.bound, joint.free)
     within.run()
     found = _and_without(within, without)
-    return found if found.best is not None else _of_the_smallest(joint, found, needs)
+    if found.best is None:
+        return _of_the_smallest(joint, found, needs)
+    return replace(found, bound=_bound_by_link(within))
+
+
+def _bound_by_link(within: Within) -> float:
+    """The bound, raised by the time that the link to the host has where it leaves more than a little open."""
+    room = within.joint.task.room
+    if room is not None and within.lined is not None and within.gap > _LIMITS.worth:
+        look_at_link(within.joint, room.host, within.budget, within.lined)
+    return within.bound
 
 
 def _and_without(within: Within, without: Without) -> Findings:
