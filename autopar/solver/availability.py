@@ -2,6 +2,10 @@
 
 They are the flows of the minimum cut that gives the cheapest states of one sharding (`states.py`): what passes from an
 op to what it reads, and on to what made that.
+
+What a value is worth depends on how it is sharded: behind a conversion it is worth the conversion more. So prices are
+told apart by the flow in which a value leaves or arrives. Shardings say those of the flows that they have; where none
+has a flow, the mean of the others stands in.
 """
 
 from __future__ import annotations
@@ -10,23 +14,42 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.solver.polish import numbered
-from autopar.solver.states import CutFlow, cut
-from autopar.space.passage import OWN, Passage, Passages
+from autopar.solver.states import CutFlow, StateNetwork
+from autopar.space.passage import Passage, Passages
 from autopar.space.space import Space
 from autopar.space.timeline import Run, Timeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Availability:
-    """Seconds that it is worth to have values in backward, by edge: of the value that leaves, and of what arrives."""
+    """Seconds that it is worth to have values in backward, by edge and by the flow in which it leaves or arrives."""
 
-    leaving: np.ndarray
-    arriving: np.ndarray
+    leaving: Sequence[np.ndarray]
+    arriving: Sequence[np.ndarray]
     saving: np.ndarray  # Repeating an op takes these seconds, with what it reads.
+
+
+class Laid(NamedTuple):
+    """A sharding as its choices and their timeline."""
+
+    picked: Sequence[int]
+    line: Timeline
+
+
+class _Alike(NamedTuple):
+    """Edges that are alike, and what says in which flows a value leaves and arrives over them."""
+
+    edges: np.ndarray
+    sources: np.ndarray  # the site of each
+    targets: np.ndarray
+    given_by: np.ndarray  # choice of a source -> flow that leaves
+    taken_by: np.ndarray
+    flows: tuple[int, int]  # numbers of flows that may leave, and that may arrive
 
 
 class AvailabilityPrices:
@@ -46,6 +69,7 @@ class AvailabilityPrices:
         # Whether each operand of each op is kept at the priced time.
         self.kept = [self._kept(op, last - t) for t, op in enumerate(passages.ops)]
         self.leaving_edges: dict[tuple[int, int], list[int]] = {}  # value -> the edges over which it leaves its op
+        self._groups = _alike(space, self.kinds)
         inside = {k for op in passages.ops for k in op.edges}
         for k, source in enumerate(passages.sources):
             if source[0] >= 0 and k in inside and k not in passages.gathered:
@@ -67,16 +91,16 @@ class AvailabilityPrices:
         is_there = 2 * len(self.passages.ops) - 1 - run.time == self.time
         return [v for v in run.keeps if v not in run.first] if is_there else run.keeps
 
-    def worth(self, line: Timeline, price: float, exposed: Sequence[float] | None = None) -> Availability:
-        """The availability prices under one sharding, equal for edges that are alike.
+    def worth(self, laid: Sequence[Laid], price: float, exposed: Sequence[float] | None = None) -> Availability:
+        """The availability prices under some shardings, equal for edges that are alike.
 
         `exposed` is the share that counts as exposed, of each kind of window; without it all communication does.
         """
-        return self._worth(line, self._cut(line, price, self.adds(exposed)))
+        return self._worth([(of, self._cut(of.line, price, self.adds(exposed))) for of in laid])
 
     def worth_under(
         self,
-        line: Timeline,
+        laid: Laid,
         price: float,
         exposed: Sequence[float] | None,
         again: frozenset[int],
@@ -88,6 +112,7 @@ class AvailabilityPrices:
         The runs `own` are repeated for their own backward, whoever else reads what they make: only what they read in
         turn is asked for.
         """
+        line = laid.line
         wanted, saved, repeated = self._costs(line, price, self.adds(exposed))
         for i, run in enumerate(line.runs):
             makes = [v for v in run.makes if not line.fixed[v]]
@@ -98,16 +123,29 @@ class AvailabilityPrices:
         for i in sorted(own):
             for v in line.runs[i].reads:
                 askers.setdefault(v, []).append(i)
-        flow = cut(line, wanted | askers.keys(), saved, repeated)
+        flow = StateNetwork(line, wanted | askers.keys(), repeated).cut(saved)
         into, asked = dict(flow.into), dict(flow.wanted)
         for v, runs in askers.items():
             amount = asked.pop(v, 0.0)
             into |= {(i, v): into.get((i, v), 0.0) + amount / len(runs) for i in runs}
-        return self._worth(line, CutFlow(flow.again, into, asked))
+        return self._worth([(laid, CutFlow(flow.again, into, asked))])
 
-    def _worth(self, line: Timeline, flow: CutFlow) -> Availability:
-        leaving, arriving = self._shared_out(line, flow)
-        return Availability(self._alike(leaving), self._alike(arriving), self._through(line, flow))
+    def _worth(self, cuts: Sequence[tuple[Laid, CutFlow]]) -> Availability:
+        shared = [(np.asarray(laid.picked), *self._shared_out(laid.line, flow)) for laid, flow in cuts]
+        leaving: list[np.ndarray] = [np.zeros(0)] * len(self.space.edges)
+        arriving = list(leaving)
+        known: dict[bytes, np.ndarray] = {}  # Equal prices are one object, so that what they lead to is shared.
+        for alike in self._groups:
+            leaves = _Mean(alike.flows[0])
+            arrives = _Mean(alike.flows[1])
+            for picked, of_leaving, of_arriving in shared:
+                leaves.add(alike.given_by[picked[alike.sources]], of_leaving[alike.edges])
+                arrives.add(alike.taken_by[picked[alike.targets]], of_arriving[alike.edges])
+            means = [known.setdefault(mean.tobytes(), mean) for mean in (leaves.found(), arrives.found())]
+            for k in alike.edges.tolist():
+                leaving[k], arriving[k] = means
+        last, flow = cuts[-1]
+        return Availability(leaving, arriving, self._through(last.line, flow))
 
     def _through(self, line: Timeline, flow: CutFlow) -> np.ndarray:
         """The flow through the run of each op, the mean over ops that are alike."""
@@ -145,7 +183,8 @@ class AvailabilityPrices:
 
     def _cut(self, line: Timeline, price: float, adds: tuple[float, ...]) -> CutFlow:
         if line is not self._line or (price, adds) != self._priced:
-            self._flow = cut(line, *self._costs(line, price, adds))
+            wanted, saved, again = self._costs(line, price, adds)
+            self._flow = StateNetwork(line, wanted, again).cut(saved)
             self._line = line
             self._priced = (price, adds)
         return self._flow
@@ -176,7 +215,6 @@ class AvailabilityPrices:
         for time in range(len(self.passages.ops) - 1, -1, -1):
             op = self.passages.ops[time]
             run = line.run_of[time]
-            shown = {m.shows: i for i, m in enumerate(op.made) if m.shows != OWN}
             same: dict[int, int] = {}
             for k in op.edges:
                 if k in line.travels:
@@ -186,7 +224,7 @@ class AvailabilityPrices:
                     continue
                 given, arrived = line.travels[k]
                 through = flow.into.get((run, arrived), 0.0) / same[arrived]
-                for i in (i for edge, i in shown.items() if edge == k):
+                for i in (i for i, made in enumerate(op.made) if made.shows == k):
                     through += sum(float(leaving[j]) for j in self.leaving_edges.get((time, i), ()))
                 arriving[k] = through
                 direct = 0.0
@@ -198,12 +236,35 @@ class AvailabilityPrices:
                     leaving[k] = flow.into.get((line.made_by[arrived], given), 0.0) / users[arrived]
         return leaving, arriving
 
-    def _alike(self, amounts: np.ndarray) -> np.ndarray:
-        """The mean amount over edges that are alike, so that these share tables."""
-        groups: dict[tuple[int, int, int], list[int]] = {}
-        for k, e in enumerate(self.space.edges):
-            groups.setdefault((self.kinds[e.source], self.kinds[e.target], e.operand), []).append(k)
-        found = np.zeros(len(amounts))
-        for alike in groups.values():
-            found[alike] = float(amounts[alike].mean())
-        return found
+
+class _Mean:
+    """The mean amount of each flow, over edges and shardings that have it; of one that none has, of all others."""
+
+    def __init__(self, flows: int) -> None:
+        self.flows = flows
+        self.total: np.ndarray = np.zeros(flows)
+        self.count: np.ndarray = np.zeros(flows)
+
+    def add(self, flows: np.ndarray, amounts: np.ndarray) -> None:
+        """Count these amounts, each of a flow."""
+        self.total += np.bincount(flows, amounts, self.flows)
+        self.count += np.bincount(flows, minlength=self.flows)
+
+    def found(self) -> np.ndarray:
+        of_all = self.total.sum() / self.count.sum()
+        return np.where(self.count > 0, self.total / np.maximum(self.count, 1), of_all)
+
+
+def _alike(space: Space, kinds: Sequence[int]) -> list[_Alike]:
+    """The edges of a space in groups of those that are alike, which share tables."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for k, e in enumerate(space.edges):
+        ends = kinds[e.source], kinds[e.target], e.operand
+        groups.setdefault((*ends, id(e.given_by), id(e.taken_by)), []).append(k)
+    found = []
+    for edges in groups.values():
+        sources, targets = np.array([(space.edges[k].source, space.edges[k].target) for k in edges]).T
+        first = space.edges[edges[0]]
+        flows = len(first.given), len(first.taken)
+        found.append(_Alike(np.array(edges), sources, targets, first.given_by, first.taken_by, flows))
+    return found

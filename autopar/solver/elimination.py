@@ -288,6 +288,11 @@ class Elimination:
         sizes = tuple(len(left.costs[u]) for u in around)
         numbers = tuple(f.numbers(number) for f in factors)
         tables = (*costs, *itertools.chain.from_iterable(f.tables() for f in factors))
+        # Whether tables get too wide depends on classes alone: it is found out once for all problems of a space.
+        shape = ("wide", self.widest, tuple(map(len, costs)), sizes, numbers, tuple(f.generation for f in factors))
+        wide: list[TooWide] = left.shapes(shape, tuple(m for f in factors for m in f.classes), list)
+        if wide:
+            return around, wide[0]
 
         def run() -> Elimination | TooWide:
             zeros = [self._zeros(len(left.costs[u])) for u in around]
@@ -295,7 +300,8 @@ class Elimination:
             try:
                 return Elimination(problem, {}, self.widest, len(around))
             except TooWide as e:
-                return e.with_traceback(None)  # The frames of the traceback would keep all tables alive.
+                wide.append(e.with_traceback(None))  # The frames of the traceback would keep all tables alive.
+                return wide[0]
 
         return around, left.once(("region", len(inside), sizes, numbers), tables, run)
 

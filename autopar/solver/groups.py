@@ -330,12 +330,18 @@ class _StageTables:
         through = [
             stages.seconds_of(stages.made(entering[s + 1]), frozenset(stages.runs(s, s + 1))) for s in range(count)
         ]
-        # Tables of picks hold the place of a way, or minus the stage up to which the values are kept.
+        # Tables of picks hold the place of a way, or minus the number of stages up to which the values are kept.
         self.again: dict[tuple[int, int], np.ndarray] = {}
         self.picked: dict[tuple[int, int], np.ndarray] = {}
+        kinds = self._kinds(through)
+        known: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
         for s in range(count - 1, -1, -1):
             for t in range(s + 1, min(count, s + _LIMITS.longest) + 1):
-                least, picks = self._nothing()
+                alike = tuple(kinds[s:t])
+                if alike in known:
+                    self.again[s, t], self.picked[s, t] = known[alike]
+                    continue
+                least, picks = known[alike] = self._nothing()
                 for k, way in enumerate(ways[s]):
                     if s + way.stages <= t:
                         rest = self.again[s + way.stages, t] if s + way.stages < t else np.zeros(_LIMITS.slots + 1)
@@ -344,7 +350,7 @@ class _StageTables:
                 for u in range(s + 1, t):
                     seconds += through[u - 1]
                     value = seconds + self._later(self.again[u, t], self.entry[u]) + self.again[s, u]
-                    self._less(least, picks, value, -u)
+                    self._less(least, picks, value, s - u)
                 self.again[s, t], self.picked[s, t] = least, picks
         self.first = [*(self._nothing()[0] for _ in range(count)), np.zeros(_LIMITS.slots + 1)]
         self.chose = [self._nothing()[1] for _ in range(count)]
@@ -353,7 +359,16 @@ class _StageTables:
             for k, way in enumerate(ways[s]):
                 self._take(least, picks, k, way, self._behind(self.first[s + way.stages], way.saved))
             for u in range(s + 1, min(count, s + _LIMITS.longest) + 1):
-                self._less(least, picks, self._later(self.first[u], self.entry[u]) + self.again[s, u], -u)
+                self._less(least, picks, self._later(self.first[u], self.entry[u]) + self.again[s, u], s - u)
+
+    def _kinds(self, through: Sequence[float]) -> list[int]:
+        """A number for each stage, the same for stages of which tables say the same."""
+        known: dict[Any, int] = {}
+        found = []
+        for s, ways in enumerate(self.ways):
+            of_ways = ((w.stages, w.seconds, w.passing, self._slots(w.saved), self._slots(w.peak)) for w in ways)
+            found.append(known.setdefault((self.entry[s], through[s], *of_ways), len(known)))
+        return found
 
     def _slots(self, nbytes: float) -> int:
         return math.ceil(nbytes / self.unit - 1e-9)
@@ -394,11 +409,12 @@ class _StageTables:
                 left = left - self._slots(way.saved)
                 s = s + way.stages
             else:
-                own = stages.runs(s, -pick)
-                again |= set(own).difference(stages.leaving(own, -pick))
-                self._go_through(s, -pick, left, until)
-                left = left - self.entry[-pick]
-                s = -pick
+                end = s - pick
+                own = stages.runs(s, end)
+                again |= set(own).difference(stages.leaving(own, end))
+                self._go_through(s, end, left, until)
+                left = left - self.entry[end]
+                s = end
         return frozenset(again), with_passing((), until)
 
     def _go_through(self, s: int, t: int, left: int, until: dict[int, int]) -> None:
@@ -406,9 +422,10 @@ class _StageTables:
         stages = self.stages
         pick = int(self.picked[s, t][left])
         if pick < 0:
-            self._note(until, stages.runs(s, -pick), stages.begins[-pick] - 1)
-            self._go_through(-pick, t, left - self.entry[-pick], until)
-            self._go_through(s, -pick, left, until)
+            middle = s - pick
+            self._note(until, stages.runs(s, middle), stages.begins[middle] - 1)
+            self._go_through(middle, t, left - self.entry[middle], until)
+            self._go_through(s, middle, left, until)
             return
         way = self.ways[s][pick]
         end = s + way.stages

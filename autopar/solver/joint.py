@@ -23,14 +23,15 @@ states and meets the constraints, so that any prices give a bound for all of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.once import Once
-from autopar.solver.availability import Availability, AvailabilityPrices
+from autopar.solver.availability import Availability, AvailabilityPrices, Laid
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import Found, minimise
 from autopar.solver.limits import LIMITS
@@ -172,9 +173,9 @@ class JointTables:
             factors[k] = _of(factors[k], _plus(once, factors[k].table, held, 1.0))
         return minimise(replace(base, costs=costs, factors=factors, once=Once()), tries=1).bound
 
-    def least(self, at: JointPrices, line: Timeline) -> tuple[Availability, Found]:
-        """Availability prices under the sharding of a line, and the sharding that costs least at them."""
-        worth = self.prices.worth(line, at.of_byte, at.exposed)
+    def least(self, at: JointPrices, laid: Sequence[Laid]) -> tuple[Availability, Found]:
+        """Availability prices under some shardings, and the sharding that costs least at them."""
+        worth = self.prices.worth(laid, at.of_byte, at.exposed)
         return worth, minimise(self.problem(at, worth), tries=1, is_rough=self.counted.is_large)
 
     def problem(self, at: JointPrices, worth: Availability, of_time: float = 1.0) -> Problem:
@@ -219,38 +220,37 @@ class JointTables:
         """
         op = self.passages.ops[time]
         site = self.space.sites[op.site]
-        asked = sum(float(worth.arriving[k]) for k in op.edges if k not in self.passages.gathered)
+        edges = self.space.edges
+        count = len(site.choices)
+        arrive = [(worth.arriving[k], edges[k].taken_by) for k in op.edges if k not in self.passages.gathered]
+        # Seconds that each value is worth to the edges over which it leaves the op.
+        leave = [self._leaving(worth, time, port) for port in range(len(op.made))]
         wants = self.prices.wants[time]
-
-        def gain(port: int) -> float:
-            """Seconds that a value is worth to the edges over which it leaves the op."""
-            return sum(float(worth.leaving[k]) for k in self.prices.leaving_edges.get((time, port), ()))
-
-        gains = list(map(gain, range(len(op.made))))
         repeats = None if self.policy is None else self.policy.repeats[time]
         is_early = time in self.early
         saving = float(worth.saving[time]) if self.policy is not None and time in self.policy.unless else None
 
-        def kept_best(helds: Sequence[np.ndarray]) -> np.ndarray:
-            """The cost of holding what is wanted at the priced time, at these costs of each value."""
-            held: np.ndarray = np.zeros(len(site.choices))
+        def kept_best(helds: Sequence[np.ndarray], gains: Sequence[np.ndarray]) -> np.ndarray:
+            """The cost of holding what is wanted at the priced time, at these costs and gains of each value."""
+            held: np.ndarray = np.zeros(count)
             for made, gain, value in zip(op.made, gains, helds, strict=False):
                 is_kept = made.is_kept and wants
                 held = held + (value - gain if is_kept else np.minimum(0.0, value - gain))
             return held + helds[-1] if op.besides is not None and wants else held
 
         def made_best() -> np.ndarray:
-            seconds: np.ndarray = np.zeros(len(site.choices))
+            seconds: np.ndarray = np.zeros(count)
             if site.compute:
                 seconds = seconds + site.compute[0] * (self.steps * adds)
-            nowhere = np.full(len(site.choices), NOWHERE)
+            gains = [_by_choice(of, count) for of in leave]
+            nowhere = np.full(count, NOWHERE)
             bytes_ = [made.bytes for made in op.made] + ([] if op.besides is None else [op.besides])
             helds = [made.bytes * price if made.shows == OWN else nowhere for made in op.made]
             helds += [] if op.besides is None else [op.besides * price]
-            again: np.ndarray = asked + seconds
+            again: np.ndarray = _by_choice(arrive, count) + seconds
             for gain in gains:
                 again = again - gain
-            saved = kept_best(helds)
+            saved = kept_best(helds, gains)
             if repeats is None:
                 return cost + np.minimum(again, saved)
             if not repeats:
@@ -261,18 +261,26 @@ class JointTables:
                 again = np.minimum(again, saving + saved)
             # Whatever is repeated, a line saves what it calls small.
             small = [np.where(b > timeline.SMALL, np.inf, held) for b, held in zip(bytes_, helds, strict=True)]
-            return cost + np.minimum(again, kept_best(small))
+            return cost + np.minimum(again, kept_best(small, gains))
 
         how = tuple((m.shows == OWN, m.is_kept and wants) for m in op.made)
-        objects = (cost, site.choices, *(m.bytes for m in op.made), op.besides if wants else None)
-        return once(("site", asked, tuple(gains), how, adds, repeats, is_early, saving), objects, made_best)
+        worths = itertools.chain.from_iterable(itertools.chain(arrive, *leave))
+        objects = (cost, site.choices, *(m.bytes for m in op.made), op.besides if wants else None, *worths)
+        what = ("site", len(arrive), tuple(map(len, leave)), how, adds, repeats, is_early, saving)
+        return once(what, objects, made_best)
+
+    def _leaving(self, worth: Availability, time: int, port: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Seconds by flow, and the flow of each choice, for all edges over which a value leaves its op."""
+        edges = self.prices.leaving_edges.get((time, port), ())
+        return [(worth.leaving[k], self.space.edges[k].given_by) for k in edges]
 
     def _edge(
         self, once: Once, k: int, kept: bool, table: np.ndarray, price: float, worth: Availability, of_time: float
     ) -> np.ndarray:
         """The table of an edge, with the cheapest state of what arrives."""
-        leaving, arriving = float(worth.leaving[k]), float(worth.arriving[k])
         edge = self.space.edges[k]
+        leaving = worth.leaving[k][:, None]
+        arriving = worth.arriving[k]
         made = self.passages.converted[k]
         may_repeat = self.policy is None or k in self.policy.converts
 
@@ -283,7 +291,8 @@ class JointTables:
             there = np.where(made > 0, moved, leaving - arriving)
             return table + (there if kept else np.minimum(0.0, there))
 
-        return once(("edge", kept, leaving, arriving, may_repeat), (table, made, edge.forward), arrived_best)
+        objects = table, made, edge.forward, worth.leaving[k], arriving
+        return once(("edge", kept, may_repeat), objects, arrived_best)
 
 
 def _plus(once: Once, base: np.ndarray, held: Sequence[np.ndarray], price: float) -> np.ndarray:
@@ -304,6 +313,11 @@ def _for_nothing(once: Once, table: np.ndarray) -> np.ndarray:
 def _less(table: np.ndarray, converted: np.ndarray, less: float) -> np.ndarray:
     """A table less a number of seconds wherever a conversion makes something."""
     return table - np.where(converted > 0, less, 0.0)
+
+
+def _by_choice(worths: Iterable[tuple[np.ndarray, np.ndarray]], count: int) -> np.ndarray:
+    """Seconds by choice, from pairs of seconds by flow and the flow of each choice."""
+    return sum((seconds[flows] for seconds, flows in worths), np.zeros(count))
 
 
 def _of(factor: Factor, table: np.ndarray) -> Factor:

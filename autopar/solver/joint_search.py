@@ -44,7 +44,8 @@ class JointSearch:
     def of(task: Task) -> JointSearch | None:
         """A new search of a space; None where the fastest plan has nothing that could be dropped."""
         stopped: list[str] = []
-        free = task.counted.fastest(math.inf, task.gap, until=task.until, little=_LIMITS.rough, proves=False)
+        gap = max(task.gap, _LIMITS.free_gap) if task.is_long else task.gap
+        free = task.counted.fastest(math.inf, gap, until=task.until, little=_LIMITS.rough, proves=False)
         fastest = polished(task.counted, free, math.inf, task.gap, task.solver, stopped)
         first = Lined.of(task, fastest) if fastest is not None else None
         if first is None or not first.line.names:
@@ -108,10 +109,12 @@ class JointSearch:
     def look(self, at: JointPrices, lined: Lined) -> Lined:
         """Find the sharding of least cost at some prices, given availability prices under another sharding.
 
-        It and its bound are added to what is known. The other sharding is returned where choices do not go together.
+        The one that was met last says what values are worth, too. The new one and its bound are added to what is known.
+        The other sharding is returned where choices do not go together.
         """
         is_large = self.task.counted.is_large
-        self.worths[at], least = self.tables.least(at, lined.line)
+        others = [other for other in self.met.values() if other is not lined]
+        self.worths[at], least = self.tables.least(at, [of.laid for of in (*others[-1:], lined)])
         (self.rough if is_large else self.bounds)[at] = least.bound
         point = self.task.counted.point(least.picked)
         if not math.isfinite(point.seconds):
@@ -145,7 +148,7 @@ class JointSearch:
     def ahead_alone(self, budget: float) -> JointPrices:
         """Prices that differ from the best bound's in that of a byte, which is the best within a factor.
 
-        Without this limit, a price from only a few plans would go too far.
+        Without this limit, a price from only a few plans would go too far. The first one is at most the usual price.
         """
         best = self.best_prices(budget)
         time = self.tables.time
@@ -154,7 +157,7 @@ class JointSearch:
         at_step = best.at_step * np.array([plan.held[self.tables.step] - budget for plan in met])
         seconds = at_step + [plan.in_line + shares @ np.array(plan.over) for plan in met]
         price, _ = dearest(seconds, np.array([plan.held[time] for plan in met]) - budget - self.carried)
-        usual = self.first.states.usual_price(time) / _LIMITS.dearer
+        usual = self.first.states.usual_price(time)
         low, high = (best.of_byte / _LIMITS.step, best.of_byte * _LIMITS.step) if best.of_byte else (0.0, usual)
         return JointPrices(min(max(price, low), high), best.exposed, best.at_step)
 

@@ -134,6 +134,9 @@ class JointLimits:
     """Prices of the search for shardings with states, whatever the budget (`joint.py`, `joint_search.py`)."""
 
     rough: float = 0.08  # share of the open gap without a budget; a round that can close less is not run. Chosen.
+    # DeepSeek-V3 under 72 GiB, whose gap without a budget does not matter to it: 3 rounds for 16.
+    free_gap: float = 1e-3  # gap at which the search without a budget ends in a long model
+    in_vain_long: int = 3  # rounds in a row without progress that end the search in a long model. Chosen.
     dearer: float = 8.0  # factor by which the price of a byte rises while all known plans are over the budget. Chosen.
     # GPT-3 at 80 GiB: a gap of 1.9 % before prices moved in such steps, of 1.0 % after. LLaMA-8B at .4: 10.4 and 6.7 %.
     step: float = 3.0  # largest factor between a price of a byte alone and that of the best bound
@@ -165,6 +168,7 @@ class StateLimits:
     """Prices of a byte at which the states of one sharding are chosen by cuts (`states.py`). All chosen."""
 
     step: float = 2.0  # factor by which a price is raised
+    near: float = 1.1  # the first such factor from a price that may be near; each is the square of the one before
     raised: int = 12  # times that it is raised
     in_vain: int = 2  # steps in a row that raised the peak, after which it is raised no further
     between: int = 8  # prices that are tried between two

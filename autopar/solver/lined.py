@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.solver.availability import Laid
 from autopar.solver.limits import LIMITS
 from autopar.solver.offload import Packing, faster, fitted, pace_of, states_on_host, told
 from autopar.solver.points import Point
@@ -35,6 +36,10 @@ class Lined:
         room = task.room.beside(states_on_host(task.space, point.picked))
         packing = Packing(states, room, pace, task.space.setting.passes, task.recomputes)
         return Lined(point, line, states, packing)
+
+    @property
+    def laid(self) -> Laid:
+        return Laid(self.point.picked, self.line)
 
     def under(self, states: StepStates) -> Point:
         """The plan of this sharding with these states."""

@@ -164,7 +164,7 @@ class PolicySearch:
         assert lined is not None
         again = lined.line.again(self._named(lined))
         own = tables.repeated_for_themselves(lined.line) & again
-        worth = tables.prices.worth_under(lined.line, at.of_byte, at.exposed, again, own, of_time)
+        worth = tables.prices.worth_under(lined.laid, at.of_byte, at.exposed, again, own, of_time)
         is_rough = self.task.counted.is_large and of_time > 0
         return worth, minimise(tables.problem(at, worth, of_time), tries=1, is_rough=is_rough)
 

@@ -220,17 +220,20 @@ class Within:
         if lined is None:
             return
         in_vain = 0  # rounds without progress in a row
+        enough = LIMITS.joint.in_vain_long if joint.task.is_long else _LIMITS.in_vain
         lowest = math.inf  # the lowest peak so far
         moves = False  # whether the prices of windows move along with that of a byte
+        is_sure = False  # whether all prices moved, and that led anywhere
         for _ in range(rounds):
             seconds = self.best.seconds if self.best is not None else math.inf
             highest = joint.about(budget)
             ahead, most = joint.ahead(budget)
             little = _LIMITS.little * (seconds - highest) if self.best is not None else -math.inf
             is_near = self.best is not None and seconds - highest <= joint.task.gap * seconds
-            at = self._next_prices(ahead, moves)
-            if is_near or most - highest <= little or at is None or in_vain == _LIMITS.in_vain:
+            at = self._next_prices(ahead, moves, is_sure)
+            if is_near or most - highest <= little or at is None or in_vain == enough:
                 break
+            is_alone = at.exposed == joint.best_prices(budget).exposed
             lined = joint.look(at, lined)
             self._take(lined, at.of_byte)
             if self.best is None:
@@ -240,6 +243,7 @@ class Within:
             in_vain = 0 if has_led else in_vain + 1
             lowest = min(lowest, lined.lowest)
             moves = moves == has_led
+            is_sure = has_led and not is_alone
         joint.look_closely(budget)
 
     def look_at_equal_layers(self) -> None:
@@ -262,7 +266,7 @@ class Within:
             dearest = max(dearest, price)
             near = joint.best_at(price)
             at = JointPrices(price, None, joint.best_prices(self.budget).at_step)
-            problem = tables.problem(at, tables.prices.worth(near.line, price))
+            problem = tables.problem(at, tables.prices.worth([near.laid], price))
             point = with_equal_layers(task.counted, points, problem, task.solver, joint.stopped)
             if point is None or tuple(point.picked) in joint.met:
                 return
@@ -275,18 +279,19 @@ class Within:
         yield from (lined.point for lined in self.joint.met.values())
         yield from (p for p in self.joint.free.points if tuple(p.picked) not in self.joint.met)
 
-    def _next_prices(self, ahead: JointPrices, moves: bool) -> JointPrices | None:
+    def _next_prices(self, ahead: JointPrices, moves: bool, is_sure: bool) -> JointPrices | None:
         """The next prices to try, or None at the end.
 
         Starting from the best bound's, either the price of a byte moves all the way ahead while those of windows stay,
-        or all prices move half the way, or all of it.
+        or all prices move half the way; or all of it, where half the way `is_sure` to lead on as it did before.
         """
         joint = self.joint
         tried = (*joint.bounds, *joint.rough)
         best = joint.best_prices(self.budget)
         alone = joint.ahead_alone(self.budget)
         half = ahead.towards(best) if best.of_budget else ahead
-        for step in (half, ahead, alone) if moves else (alone, half, ahead):
+        together = (ahead, half) if is_sure else (half, ahead)
+        for step in (*together, alone) if moves else (alone, *together):
             if step.of_budget and not any(step.is_near(at) for at in tried):
                 return step
         return None

@@ -173,8 +173,11 @@ def lightest(costs: np.ndarray, amounts: np.ndarray, needed: float) -> list[int]
 def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
     """The states after leaving out runs that need not be repeated, and exchanging runs for faster ones."""
     runs = search.line.runs
+    time = int(best.held.argmax())
+    begins = _begins(search, best.again)
     for i in sorted(best.again, key=lambda i: -runs[i].seconds)[: _LIMITS.left_out]:
-        if i in best.again and runs[i].seconds > 0:
+        fits = best.held[time] + _least_more(search, i, best.again, begins, time) <= budget
+        if fits and i in best.again and runs[i].seconds > 0:
             best = _faster(search, best, best.again - {i}, budget)
     for _ in range(min(_LIMITS.exchanges, max(1, _LIMITS.work // (_LIMITS.pairs * len(runs))))):
         before = best
@@ -185,6 +188,17 @@ def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
         if best is before:
             break
     return best
+
+
+def _least_more(search: StateSearch, i: int, again: Again, begins: Sequence[int], time: int) -> float:
+    """The fewest bytes that saving what a run makes adds at a time.
+
+    Operands that are saved for it alone may go.
+    """
+    line = search.line
+    made = (v for v in line.runs[i].makes if not line.fixed[v] and search.windows[v][0] <= time < begins[v])
+    gone = (v for v in line.runs[i].reads if v not in line.needed and line.made_by[v] not in again)
+    return sum(float(line.bytes[v]) for v in made) - sum(float(line.bytes[v]) for v in gone)
 
 
 def _faster(search: StateSearch, best: StepStates, again: Again, budget: float) -> StepStates:

@@ -62,7 +62,7 @@ class SmallShardings:
         for k, times in enumerate(_LIMITS.dear):
             if k == len(self.dear):
                 at = JointPrices(usual * times, self.exposed, usual * times)
-                point = self.task.counted.point(self.tables.least(at, self.first.line)[1].picked)
+                point = self.task.counted.point(self.tables.least(at, [self.first.laid])[1].picked)
                 self.dear.append(self._lined(point) if math.isfinite(point.seconds) else self.first)
             yield self.dear[k]
 

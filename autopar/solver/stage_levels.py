@@ -85,7 +85,7 @@ class StageLevels:
         begins = self.line.ops
         usual = search.usual_price(begins)
         for times in LIMITS.states.of_stages:
-            yield cheapest(self.line, search.windows, {begins: times * usual}) | self.line.forced
+            yield cheapest(search.network, search.windows, {begins: times * usual}) | self.line.forced
         yield self.line.again(list(full(self.line, 0.0)))
 
     def together(self, ends: Sequence[tuple[int, int]], picks: Sequence[int]) -> Point:

@@ -62,6 +62,14 @@ class StateSearch:
         self.fullest = int(self.none.held.argmax())
         self.priced: dict[float, StepStates] = {0.0: self.none}  # price of a byte at the fullest time -> its states
         self.windows = _windows(line)
+        self._network: StateNetwork | None = None  # None until it is asked for
+
+    @property
+    def network(self) -> StateNetwork:
+        """The network whose cuts give cheapest states."""
+        if self._network is None:
+            self._network = StateNetwork(self.line, self.line.needed)
+        return self._network
 
     def of(self, again: Again, passing: Passing = ()) -> StepStates:
         """The states in which these runs are repeated, as far as backward needs them.
@@ -116,7 +124,7 @@ class StateSearch:
     def at_price(self, price: float) -> StepStates:
         """The states of least seconds and priced bytes, at a price of bytes at the timeline's fullest time."""
         if price not in self.priced:
-            self.priced[price] = self.of(cheapest(self.line, self.windows, {self.fullest: price}))
+            self.priced[price] = self.of(cheapest(self.network, self.windows, {self.fullest: price}))
         return self.priced[price]
 
     def _price(self, budget: float, price: float) -> tuple[StepStates, StepStates] | None:
@@ -124,8 +132,9 @@ class StateSearch:
 
         The price of a byte at the fullest time is raised until states fit. Where bytes cost more than everything else,
         backward would begin with the whole forward: the peak rises again, so that the price is raised step by step, and
-        no more once it has risen.
+        no more once it has risen. From a price that may be near the first steps are small.
         """
+        step = _LIMITS.near if price else _LIMITS.step
         price = price or self.usual_price(self.fullest) / _LIMITS.step**2
         low = 0.0
         high = math.inf
@@ -137,11 +146,12 @@ class StateSearch:
                 high = price
             else:
                 low = price
-            in_vain = in_vain + 1 if peak > lowest else 0
+            in_vain = in_vain + 1 if peak > lowest and step == _LIMITS.step else 0
             lowest = min(lowest, peak)
             if low and (math.isfinite(high) or in_vain == _LIMITS.in_vain):
                 break
-            price = price * _LIMITS.step if low else price / _LIMITS.step
+            price = price * step if low else price / step
+            step = min(step * step, _LIMITS.step)
         if not low or math.isinf(high):
             return None
         return self._neighbours(self.at_price(high), self.at_price(low), budget)
@@ -198,8 +208,9 @@ class StateSearch:
                     high = middle
 
 
-def cheapest(line: Timeline, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:
+def cheapest(network: StateNetwork, windows: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> Again:
     """The runs to repeat for the least cost at prices of bytes by time; saved values cost in their window."""
+    line = network.line
     of_time = np.zeros(len(line.held) + 1)
     for t, price in prices.items():
         of_time[t + 1] += price
@@ -208,7 +219,7 @@ def cheapest(line: Timeline, windows: Sequence[tuple[int, int]], prices: Mapping
         v: float(total[last] - total[first]) * float(line.bytes[v]) if last > first else 0.0
         for v, (first, last) in enumerate(windows)
     }
-    return cut(line, line.needed, saved).again
+    return network.cut(saved).again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,41 +231,55 @@ class CutFlow:
     wanted: Mapping[int, float]  # value -> what backward itself asks for it
 
 
-def cut(
-    line: Timeline, wanted: Collection[int], saved: Mapping[int, float], again: Sequence[float] | None = None
-) -> CutFlow:
-    """The runs to repeat for the least cost, so that backward has the `wanted` values.
+class StateNetwork:
+    """The network of a line whose minimum cut gives the runs to repeat, so that backward has the `wanted` values.
 
-    `saved` has the cost of saving each value, and `again` that of repeating each run: the timeline's own by default.
+    `again` has the cost of repeating each run: the timeline's own by default. Only values that something wanted may
+    depend on enter the network, which keeps it small.
     """
-    again = line.costs if again is None else again
-    runs = len(line.runs)  # nodes: the runs, then the values, then source and sink
-    source, sink = runs + len(line.bytes), runs + len(line.bytes) + 1
-    network = Network(sink + 1)
-    pending = [v for v in sorted(wanted) if not line.fixed[v]]
-    asking = {v: network.add(source, runs + v, math.inf) for v in pending}
-    reading: dict[tuple[int, int], int] = {}
-    seen = set(pending)
-    ran = set[int]()
-    # Only values that something wanted may depend on enter the network, which keeps it small.
-    while pending:
-        v = pending.pop()
-        u = line.made_by[v]
-        network.add(runs + v, u, math.inf if u in line.forced else saved.get(v, 0.0))
-        if u in ran:
-            continue
-        ran.add(u)
-        network.add(u, sink, again[u])
-        for w in line.runs[u].reads:
-            if not line.fixed[w] and (u, w) not in reading:
-                reading[u, w] = network.add(u, runs + w, math.inf)
-                if w not in seen:
-                    seen.add(w)
-                    pending.append(w)
-    network.fill(source, sink)
-    into = {ends: flow for ends, arc in reading.items() if (flow := network.flow(arc)) > 0}
-    asked = {v: flow for v, arc in asking.items() if (flow := network.flow(arc)) > 0}
-    return CutFlow(frozenset(u for u in network.reached(source) if u < runs), into, asked)
+
+    def __init__(self, line: Timeline, wanted: Collection[int], again: Sequence[float] | None = None) -> None:
+        again = line.costs if again is None else again
+        runs = len(line.runs)  # nodes: the runs, then the values, then source and sink
+        self.line = line
+        self.source = runs + len(line.bytes)
+        self.sink = self.source + 1
+        self.network = network = Network(self.sink + 1)
+        pending = [v for v in sorted(wanted) if not line.fixed[v]]
+        self.asking = {v: network.add(self.source, runs + v, math.inf) for v in pending}
+        self.reading: dict[tuple[int, int], int] = {}
+        self.saving: dict[int, int] = {}  # value -> its arc, whose capacity is the cost of saving it
+        seen = set(pending)
+        ran = set[int]()
+        while pending:
+            v = pending.pop()
+            u = line.made_by[v]
+            arc = network.add(runs + v, u, math.inf)
+            if u not in line.forced:
+                self.saving[v] = arc
+            if u in ran:
+                continue
+            ran.add(u)
+            network.add(u, self.sink, again[u])
+            for w in line.runs[u].reads:
+                if not line.fixed[w] and (u, w) not in self.reading:
+                    self.reading[u, w] = network.add(u, runs + w, math.inf)
+                    if w not in seen:
+                        seen.add(w)
+                        pending.append(w)
+        self.room = tuple(network.room)  # before anything flows, and without costs of saving
+
+    def cut(self, saved: Mapping[int, float]) -> CutFlow:
+        """The runs to repeat for the least cost; `saved` has the cost of saving each value."""
+        network = self.network
+        network.room = list(self.room)
+        for v, arc in self.saving.items():
+            network.room[arc] = saved.get(v, 0.0)
+        network.fill(self.source, self.sink)
+        into = {ends: flow for ends, arc in self.reading.items() if (flow := network.flow(arc)) > 0}
+        asked = {v: flow for v, arc in self.asking.items() if (flow := network.flow(arc)) > 0}
+        again = frozenset(u for u in network.reached(self.source) if u < len(self.line.runs))
+        return CutFlow(again, into, asked)
 
 
 def _windows(line: Timeline) -> list[tuple[int, int]]:

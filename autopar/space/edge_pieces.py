@@ -212,7 +212,7 @@ class EdgePieces:
         The send buffer is there while the gather is under way; when it ends, what has arrived lies beside the
         parameters cut out of it. Casts that are sent at once are there as long.
         """
-        is_made = self.owners[passage.value] is not passage.value
+        is_made = self.owners.get(passage.value) is not passage.value
         is_cast = is_made and not self.lifetimes.memories.is_view[passage.value]
         self._put("transients", passage, sent, begins, taken if is_cast and begins >= taken else taken - 1)
         self._put("transients", passage, made, taken, taken)

@@ -46,10 +46,11 @@ class Shared:
     def of(graph: Graph, setting: Setting, of_graph: Once | None = None) -> Shared:
         """New tables; `of_graph` has what spaces on other meshes have read of the graph."""
         of_graph = of_graph or Once()
-        values = ShapeConsistencyManager(setting.mesh, setting.cluster)
+        mesh, cluster = setting.mesh, setting.cluster
+        values = of_graph(("conversions", mesh), (cluster,), lambda: ShapeConsistencyManager(mesh, cluster))
         named = "kernels", setting.kernels, setting.apart
         kernels = of_graph(named, (graph,), lambda: KernelSites.of(graph, setting.kernels, setting.apart))
-        return Shared(setting, values, LocalBytes(setting.mesh), kernels, of_graph)
+        return Shared(setting, values, LocalBytes(mesh), kernels, of_graph)
 
     def gathers(self, schedule: Schedule, parameters: ParameterValues) -> ShapeConsistencyManager:
         """Conversions of parameters that are gathered in the windows of a schedule; one for equal messages."""

@@ -15,6 +15,7 @@ from torch import nn
 from autopar import DeviceMesh
 from autopar.letters import Infeasible
 from autopar.solver import joint, solve
+from autopar.solver.availability import Laid
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import minimise
 from autopar.solver.states import StateSearch
@@ -182,7 +183,7 @@ def test_what_is_repeated_hides_communication_of_the_window_where_it_comes(bytes
     budgets = [peak for peak in np.unique(plans[:, 1]) if peak < free.peak_bytes]
     for budget, times in itertools.product(budgets, (0.03, 0.1, 0.3, 1.0)):
         price = times * StateSearch(line).usual_price(tables.time)
-        worth = tables.prices.worth(line, price, exposed)
+        worth = tables.prices.worth([Laid(point.picked, line)], price, exposed)
         bound = minimise(tables.problem(joint.JointPrices(price, exposed), worth), tries=1).bound - price * budget
         assert bound <= plans[plans[:, 1] <= budget, 0].min() * (1 + 1e-9), (budget, times)
 

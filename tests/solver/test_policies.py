@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar import DeviceMesh
 from autopar.solver import solve
-from autopar.solver.availability import Availability
+from autopar.solver.availability import Availability, Laid
 from autopar.solver.budget import Budgeted
 from autopar.solver.eliminate import minimise
 from autopar.solver.joint import JointPrices, JointTables
@@ -110,6 +110,7 @@ class Kept(NamedTuple):
     held: np.ndarray
     answer: frozenset[str]
     line: Timeline
+    picked: tuple[int, ...]
 
 
 def under(policy, space, slowest):
@@ -122,7 +123,7 @@ def under(policy, space, slowest):
             line = Timeline.of(space, picked, point.held, point.momentary)
             answer = named(policy, line, math.inf).names
             states = StateSearch(line).of(line.again(answer))
-            yield Kept(point.seconds + states.seconds, states.held, answer, line)
+            yield Kept(point.seconds + states.seconds, states.held, answer, line, picked)
 
 
 def space_of(name, monkeypatch):
@@ -181,17 +182,18 @@ def test_whatever_prices_are_the_tables_of_a_policy_give_a_bound(name, monkeypat
     alike = [
         plan for plan in plans if isinstance(policy, str) or plan.answer & {op.name for op in plan.line.runs} == names
     ]
+    shapes = [e.seconds.shape for e in space.edges]
     for time in range(ops, 2 * ops):
         tables = JointTables(counted, time, 2 * ops, PolicyStates.of(policy, space, names))
         for _ in range(4):
             byte = rng.choice([0.0, 1e-13, 1e-12, 1e-11])
-            worths = [rng.random(n) * rng.choice([0.0, 1e-9, 1e-8]) for n in (len(space.edges), len(space.edges), ops)]
-            truth, line = min(
-                ((plan.seconds + byte * plan.held[time], plan.line) for plan in alike), key=lambda p: p[0]
-            )
+            most = rng.choice([0.0, 1e-9, 1e-8], 3)
+            worths = [[rng.random(n) * most[i] for n in flows] for i, flows in enumerate(zip(*shapes, strict=True))]
+            truth, best = min(((plan.seconds + byte * plan.held[time], plan) for plan in alike), key=lambda p: p[0])
+            line = best.line
             again = line.again(named(policy, line, math.inf).names)
             own = tables.repeated_for_themselves(line) & again
-            drawn = Availability(*worths)
-            for worth in (drawn, tables.prices.worth_under(line, byte, (), again, own)):
+            drawn = Availability(*worths, rng.random(ops) * most[2])
+            for worth in (drawn, tables.prices.worth_under(Laid(best.picked, line), byte, (), again, own)):
                 least = minimise(tables.problem(JointPrices(byte, ()), worth)).bound
                 assert least <= truth * (1 + 1e-9), (time, byte)

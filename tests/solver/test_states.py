@@ -12,7 +12,7 @@ import pytest
 from autopar.solver import groups
 from autopar.solver.refine import lightest, refined
 from autopar.solver.state_program import by_program
-from autopar.solver.states import StateSearch, cut
+from autopar.solver.states import StateNetwork, StateSearch
 from autopar.space.timeline import Momentary, Run, Timeline
 from tests.solver.lines import drawn
 
@@ -190,7 +190,7 @@ def test_a_cut_costs_the_least_of_all_sets(seed):
                 total += price[v]
         return total + 0.0 * len(wanted)
 
-    flow = cut(line, line.needed, price)
+    flow = StateNetwork(line, line.needed).cut(price)
     assert cost(flow.again) == pytest.approx(min(map(cost, subsets(line))))
     assert sum(flow.wanted.values()) == pytest.approx(cost(flow.again))
 
