@@ -304,3 +304,38 @@ def test_layers_that_are_alike_share_the_bytes_that_no_states_change():
     held = [of for by_edge in (tables.fixed_sites, tables.fixed_edges) for of in by_edge.values()]
     each = [h for of in held for h in of]
     assert len({id(h) for h in each}) == len({(h.shape, h.tobytes()) for h in each}) < len(each)
+
+
+class Gated(nn.Module):
+    """A product in two parts, each of which backward reads in a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x):
+        gate, other = F.linear(x, self.weight).chunk(2, -1)
+        return (F.gelu(gate) * torch.sigmoid(other)).square().mean()
+
+
+def test_parts_of_a_value_ask_for_it_together(monkeypatch):
+    """What a view of several outputs asks for is what all of them are worth."""
+    monkeypatch.setattr(timeline, "SMALL", 0)
+    graph = ColoTracer().trace(Gated(), (torch.randn(256, 16),))
+    pins = {"weight": "R; R", "x": "S(0)"}
+    space = shardings(graph, Setting(DeviceMesh((2,)), eager_links(), 0.0, regather=True), constraints=pins)
+    counted = Budgeted(space)
+    point = counted.fastest(math.inf, 0.0).best
+    line = Timeline.of(space, point.picked, point.held, point.momentary)
+    tables = joint.JointTables(counted, line.ops, 2 * line.ops)
+    price = 10 * StateSearch(line).usual_price(tables.time)
+    worth = tables.prices.worth([Laid(point.picked, line)], price)
+    passages = space.memory.passages
+    (time,) = (t for t, op in enumerate(passages.ops) if len(op.made) == 2)
+    (edge,) = passages.ops[time].edges
+    place = {k: e.place(point.picked) for k, e in enumerate(space.edges)}
+    parts = [
+        sum(float(worth.leaving[k][place[k][0]]) for k in tables.prices.leaving_edges[time, port]) for port in (0, 1)
+    ]
+    assert parts[0] > 0  # the last one alone would hide a part that is left out
+    assert float(worth.arriving[edge][place[edge][1]]) == pytest.approx(sum(parts))
