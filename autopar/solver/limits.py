@@ -136,7 +136,9 @@ class JointLimits:
     rough: float = 0.08  # share of the open gap without a budget; a round that can close less is not run. Chosen.
     # DeepSeek-V3 under 72 GiB, whose gap without a budget does not matter to it: 3 rounds for 16.
     free_gap: float = 1e-3  # gap at which the search without a budget ends in a long model
-    in_vain_long: int = 3  # rounds in a row without progress that end the search in a long model. Chosen.
+    # Rounds in a row without progress that end the search in a long model whose gap is under this one. Both chosen.
+    in_vain_long: int = 3
+    little_open: float = 0.01
     dearer: float = 8.0  # factor by which the price of a byte rises while all known plans are over the budget. Chosen.
     # GPT-3 at 80 GiB: a gap of 1.9 % before prices moved in such steps, of 1.0 % after. LLaMA-8B at .4: 10.4 and 6.7 %.
     step: float = 3.0  # largest factor between a price of a byte alone and that of the best bound

@@ -220,7 +220,6 @@ class Within:
         if lined is None:
             return
         in_vain = 0  # rounds without progress in a row
-        enough = LIMITS.joint.in_vain_long if joint.task.is_long else _LIMITS.in_vain
         lowest = math.inf  # the lowest peak so far
         moves = False  # whether the prices of windows move along with that of a byte
         is_sure = False  # whether all prices moved, and that led anywhere
@@ -231,7 +230,7 @@ class Within:
             little = _LIMITS.little * (seconds - highest) if self.best is not None else -math.inf
             is_near = self.best is not None and seconds - highest <= joint.task.gap * seconds
             at = self._next_prices(ahead, moves, is_sure)
-            if is_near or most - highest <= little or at is None or in_vain == enough:
+            if is_near or most - highest <= little or at is None or in_vain >= self._enough:
                 break
             is_alone = at.exposed == joint.best_prices(budget).exposed
             lined = joint.look(at, lined)
@@ -245,6 +244,12 @@ class Within:
             moves = moves == has_led
             is_sure = has_led and not is_alone
         joint.look_closely(budget)
+
+    @property
+    def _enough(self) -> int:
+        """Rounds of prices without progress that end the search: fewer where rounds take long, and little is open."""
+        is_short = not self.joint.task.is_long or self.gap > LIMITS.joint.little_open
+        return _LIMITS.in_vain if is_short else LIMITS.joint.in_vain_long
 
     def look_at_equal_layers(self) -> None:
         """Try shardings whose layers are equal, from choices that were met, with windows as they are.

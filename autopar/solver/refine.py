@@ -193,11 +193,16 @@ def _filled(search: StateSearch, best: StepStates, budget: float) -> StepStates:
 def _least_more(search: StateSearch, i: int, again: Again, begins: Sequence[int], time: int) -> float:
     """The fewest bytes that saving what a run makes adds at a time.
 
-    Operands that are saved for it alone may go.
+    What is saved for it alone may go, as operands of all that is repeated for it.
     """
     line = search.line
     made = (v for v in line.runs[i].makes if not line.fixed[v] and search.windows[v][0] <= time < begins[v])
-    gone = (v for v in line.runs[i].reads if v not in line.needed and line.made_by[v] not in again)
+    gone = set[int]()
+    pending = [i]
+    while pending:
+        wanted = [v for v in line.runs[pending.pop()].reads if v not in line.needed]
+        pending += [line.made_by[v] for v in wanted if line.made_by[v] in again]
+        gone.update(v for v in wanted if line.made_by[v] not in again)
     return sum(float(line.bytes[v]) for v in made) - sum(float(line.bytes[v]) for v in gone)
 
 
