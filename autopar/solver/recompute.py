@@ -230,7 +230,7 @@ class Within:
             little = _LIMITS.little * (seconds - highest) if self.best is not None else -math.inf
             is_near = self.best is not None and seconds - highest <= joint.task.gap * seconds
             at = self._next_prices(ahead, moves, is_sure)
-            if is_near or most - highest <= little or at is None or in_vain >= self._enough:
+            if is_near or most - highest <= little or at is None or in_vain >= _most_in_vain(self):
                 break
             is_alone = at.exposed == joint.best_prices(budget).exposed
             lined = joint.look(at, lined)
@@ -244,12 +244,6 @@ class Within:
             moves = moves == has_led
             is_sure = has_led and not is_alone
         joint.look_closely(budget)
-
-    @property
-    def _enough(self) -> int:
-        """Rounds of prices without progress that end the search: fewer where rounds take long, and little is open."""
-        is_short = not self.joint.task.is_long or self.gap > LIMITS.joint.little_open
-        return _LIMITS.in_vain if is_short else LIMITS.joint.in_vain_long
 
     def look_at_equal_layers(self) -> None:
         """Try shardings whose layers are equal, from choices that were met, with windows as they are.
@@ -300,6 +294,15 @@ class Within:
             if step.of_budget and not any(step.is_near(at) for at in tried):
                 return step
         return None
+
+
+def _most_in_vain(within: Within) -> int:
+    """Rounds of prices without progress that end the search.
+
+    They are fewer in a long model, where a round takes seconds, once little is open.
+    """
+    is_short = not within.joint.task.is_long or within.gap > LIMITS.joint.little_open
+    return _LIMITS.in_vain if is_short else LIMITS.joint.in_vain_long
 
 
 def _auto(task: Task, without: Without) -> Findings:
