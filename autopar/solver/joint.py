@@ -89,6 +89,18 @@ def without_states(space: Space) -> Space:
     return replace(space, memory=replace(space.memory, pieces=pieces, readers=()))
 
 
+def _fixed(counted: Budgeted, time: int) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
+    """Bytes at a time that do not depend on states, by site and by edge."""
+    assert counted.memory is not None
+    sites: dict[int, list[np.ndarray]] = {}
+    edges: dict[int, list[np.ndarray]] = {}
+    for piece in counted.memory.pieces:
+        if piece.first <= time <= piece.last and not has_state(counted.space, piece):
+            alike = counted.tables.alike(piece.bytes)
+            (edges if piece.is_edge else sites).setdefault(piece.place, []).append(alike)
+    return sites, edges
+
+
 class JointTables:
     """The tables of a space that include the choice of states, at one priced time and one of the optimizer's step."""
 
@@ -103,7 +115,7 @@ class JointTables:
         self.bases: dict[tuple[float, ...] | None, Problem] = {}  # exposed shares of the last call -> its tables
         self.steps = self.space.setting.passes
         self.prices = AvailabilityPrices(self.space, self.passages, time, counted.points.kind_of)
-        self.fixed_sites, self.fixed_edges = self._fixed(time)
+        self.fixed_sites, self.fixed_edges = _fixed(counted, time)
         self.at_step = self._at_step()
         # Ops that a policy may repeat until the priced time: what they make may be held then, and be paid for.
         self.early = frozenset[int]() if policy is None else policy.until(self.passages, time)
@@ -139,19 +151,9 @@ class JointTables:
     def _at_step(self) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
         """Bytes at the optimizer's step; at a time of backward, those that do not depend on states."""
         if self.step < 2 * len(self.passages.ops):
-            return self._fixed(self.step)
+            return _fixed(self.counted, self.step)
         by_sites, by_edges = map(_each_alone, self.counted.tables.row(self.step))
         return by_sites, by_edges
-
-    def _fixed(self, time: int) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
-        """Bytes at a time that do not depend on states, by site and by edge."""
-        sites: dict[int, list[np.ndarray]] = {}
-        edges: dict[int, list[np.ndarray]] = {}
-        for piece in self.memory.pieces:
-            if piece.first <= time <= piece.last and not has_state(self.space, piece):
-                alike = self.counted.tables.alike(piece.bytes)
-                (edges if piece.is_edge else sites).setdefault(piece.place, []).append(alike)
-        return sites, edges
 
     def least_bytes(self, away: float = 0.0) -> float:
         """Bytes that no plan goes under at one of both times, under any sharding with any recompute.

@@ -54,7 +54,7 @@ def look_at_link(joint: JointSearch, host: Host, budget: float, near: Lined) -> 
 
 def least_beside_link(tables: JointTables, at: JointPrices, near: Lined, host: Host) -> Found:
     """The sharding of least cost at some prices of these tables, near another sharding."""
-    worth = tables.prices.worth(near.line, at.of_byte, at.exposed)
+    worth = tables.prices.worth([near.laid], at.of_byte, at.exposed)
     return minimise(_discounted(tables, tables.problem(at, worth), at.of_byte * host.down_bytes_per_s), tries=1)
 
 
