@@ -80,7 +80,7 @@ def test_numbers_of_stages_that_a_bound_rules_out_are_slower():
     """Their floors lie between the best step and that of the same number of stages, planned alone."""
     plan = autopar.plan(*decoder(), mesh=8, pipeline="auto", memory_budget="inf")
     assert plan.pipeline is None
-    assert plan.meshes[-1][-1] == "the model has 6 blocks, and pipeline=8 asks for more stages"
+    assert plan.meshes[-1][-1] == "pipeline=8 asks for more stages than the model has blocks"
     for count, (name, seconds, floor, _, why) in zip((2, 4), plan.meshes[1:], strict=False):
         alone = autopar.plan(*decoder(), mesh=8, pipeline=count, memory_budget="inf")
         assert (name, seconds, why) == (f"{count} stages", 0.0, "slower, even if no stage waited")
