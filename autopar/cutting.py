@@ -291,7 +291,7 @@ def starts_of(names: Sequence[str], asked: Asked) -> list[int]:
         if blocks < int(asked.size) * each:
             how = "" if each == 1 else f", {each} on each of {asked.size} coordinates (schedule {asked.schedule!r})"
             raise NotServed(
-                f"pipeline={asked.size} asks for more stages{how} than the model has blocks",
+                f"the model has {blocks} blocks, and pipeline={asked.size} asks for more stages{how}",
                 seen=f"blocks: {', '.join(names) or 'none'}",
                 advice=f"pipeline={blocks // each}" if blocks >= 2 * each else "no pipeline",
             )

@@ -48,7 +48,7 @@ def reduce_beside(half: Half) -> None:
         nbytes = sum(read.nbytes for read in _reads_of(half, node))
         arrivals.now += nbytes
         latest = window if closes[window] is node else window + 1
-        due = [one for one in under_way if one.arrives <= arrivals.now or one.window >= latest]
+        due = [one for one in under_way if one.is_due(arrivals.now, latest) or node in one.readers]
         under_way = [one for one in under_way if one not in due] + _go_on(due, half, node, arrivals)
         steps = 1 + len(list(_further_steps(half, node)))
         under_way.append(_UnderWay.of(half, node, arrivals, nbytes / steps, window - 1))
@@ -161,6 +161,10 @@ class _UnderWay:
                 r.replace_input_with(node, begun)
             half.graph.erase_node(node)
         return _UnderWay(begun, results, steps, readers if then is None else [], then, nbytes, arrives, window)
+
+    def is_due(self, now: float, window: int) -> bool:
+        """Whether it has arrived by now, or may not move beside what comes before a window."""
+        return self.arrives <= now or self.window >= window
 
     def go_on(self, half: Half, place: fx.Node, arrivals: Arrivals) -> _UnderWay | None:
         """Finish before `place` or the first reader, and begin the step over the next axis there."""

@@ -23,6 +23,7 @@ from autopar.space.schedule import schedule_of
 from autopar.space.windows import BLOCK, BUCKET
 from autopar.testing import Equality, on_processes, on_threads
 from autopar.tracer import ColoTracer
+from tests.fuzz.trial import drawn
 from tests.models import MLP, eager_links
 from tests.training import train, whole
 
@@ -234,6 +235,13 @@ def test_it_trains_as_one_device_does(parallel, mesh, monkeypatch):
         Equality.in_float64("losses", losses, expected[0], 1e-9).check()
         Equality.in_float64("gradients", gradients, expected[1], 1e-9).check()
         Equality.in_float64("parameters", parameters, expected[2], 1e-8).check()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_reduction_of_what_another_one_sums_begins_behind_it():
+    """By the clock of bytes the first one would be under way for longer; the pass would not verify."""
+    graph, plan = drawn(72)
+    lower(graph, plan, (0,) * len(plan.mesh.shape))
 
 
 def on_gloo(rank, model, batch):

@@ -13,7 +13,7 @@ from autopar.solver.link_bound import least_beside_link
 from autopar.solver.offload import Room, pace_of
 from autopar.solver.searches import Task
 from autopar.space import timeline
-from tests.solver.test_tight import language_space, schedules
+from tests.solver.drawn_schedules import language_space, schedules
 
 
 def with_all_away(lined, again):

@@ -5,29 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import autopar
-from autopar import DeviceMesh
 from autopar.letters import Infeasible
-from autopar.request import Request
 from autopar.solver import joint
 from autopar.solver.budget import Budgeted
 from autopar.solver.figures import size
 from autopar.solver.joint import JointPrices
 from autopar.solver.joint_search import JointSearch
-from autopar.solver.lined import Lined
 from autopar.solver.polish import spliced
 from autopar.solver.recompute import recompute
 from autopar.solver.searches import Findings, Task
 from autopar.solver.standing_bytes import least_standing
 from autopar.space import timeline
-from autopar.space.setting import Setting
-from autopar.space.shardings import shardings
-from tests.language import llama, zeros
+from tests.solver.drawn_schedules import language_space, schedules
 
 
 class Narrow(nn.Module):
@@ -59,24 +53,6 @@ def test_a_small_model_recomputes_before_its_batch_is_cut():
     free, plan = narrow(0.5)
     assert free.peak_bytes < 2**20 and plan.peak_bytes <= 0.5 * free.peak_bytes
     assert plan.microbatches == 1 and plan.recomputed and plan.step_time_s < 1.5 * free.step_time_s
-
-
-def schedules(space, counted):
-    """Bytes at every time under drawn shardings with drawn states: each sharding, its rows, its line, and those."""
-    draw, task = np.random.default_rng(0), Task(counted, math.inf, "cbc", None, 0.0, math.inf, recomputes=True)
-    for times in draw.integers(0, space.memory.times, (8, 2)):
-        point, _ = counted.at({int(t): 1.0 for t in times}, float(draw.choice([1e-9, 1.0])))
-        lined = Lined.of(task, counted.point(point.picked))
-        for share in (0.0, 0.3, 0.7, 1.0):
-            again = lined.line.again([name for name in lined.line.names if draw.random() < share])
-            yield lined, counted.points.by_tables(point).held, lined.line.under(again).held
-
-
-def language_space(turns):
-    """The space of a small LLaMA on two devices."""
-    request = Request(mesh=(2,), microbatches=turns)
-    graph = request.in_turns(request.trace(llama(1), zeros(8, 16)), turns)
-    return shardings(graph, Setting(DeviceMesh((2,)), request.hardware, regather=True, turns=turns))
 
 
 @pytest.mark.parametrize("turns", [1, 2])
