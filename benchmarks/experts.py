@@ -127,16 +127,55 @@ RAN = [
     ("DeepSeek 16B", "mi355x-8x1", (4, 2), 4, 4096, 1, {"experts": 2, "data": dict(size=8, zero=3)}, 1.6067),
 ]
 
+# Megatron-Bridge in stages on B300, 32 devices each: 256 sequences of 4,096 tokens a step, one or four a micro-batch,
+# experts over the axes of data and of tensor parallelism together. For each way of sending rows the seconds of both.
+# awslabs/awsome-distributed-ai 3.test_cases/megatron/megatron-bridge, dsv3 and kimi-k2, benchmarks/RESULTS.md.
+FOLDED = {"data": dict(size=4, zero=1), "tensor": dict(size=8, sequence=True), "experts": 32}
+IN_STAGES = [
+    ("DeepSeek-V3", 8, {"NCCL": (12.538, 9.774), "DeepEP": (14.117, 6.263)}),
+    ("Kimi K2", 4, {"NCCL": (23.76, 15.381), "UCCL": (26.59, 9.852), "UCCL, overlapped": (20.95, 6.42)}),
+    ("Kimi K2", 8, {"NCCL": (12.88, 9.303), "UCCL": (14.98, 6.041), "NVSHMEM": (13.538, 6.632)}),
+]
+
 
 def of_others(name: str) -> Any:
     if name == "gpt-oss-120b":
         return transformers.GptOssForCausalLM(transformers.GptOssConfig(use_cache=False))
-    sizes = dict(
-        vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27,
-        num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2,
-        q_lora_rank=None, kv_lora_rank=512, n_group=1, topk_group=1, first_k_dense_replace=1,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "DeepSeek-V3": {},
+        "Kimi K2": dict(
+            first_k_dense_replace=1, num_attention_heads=64, num_key_value_heads=64, n_routed_experts=384,
+            vocab_size=163840, n_group=1, topk_group=1,
+        ),
+        "DeepSeek 16B": dict(
+            vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
+            num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64,
+            num_experts_per_tok=6, n_shared_experts=2, q_lora_rank=None, kv_lora_rank=512, n_group=1, topk_group=1,
+            first_k_dense_replace=1,
+        ),
+    }[name]  # fmt: skip
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, use_cache=False))
+
+
+def in_stages() -> None:
+    """Predicted seconds of one and of four sequences a micro-batch, beside published ones."""
+    print("| model, stages | sends by | predicted s | published s | predicted | published |\n|" + " --- |" * 6)
+    for name, stages, ways in IN_STAGES:
+        with torch.device("meta"):
+            model = of_others(name)
+        ids = torch.empty(256, 4096, dtype=torch.int64, device="meta")
+        one, four = (
+            autopar.plan(
+                model, {"input_ids": ids, "labels": ids}, mesh=(stages, 4, 8), cluster=f"b300-8x{4 * stages}",
+                precision="bf16", parallel=FOLDED, pipeline={"size": stages, "schedule": "1f1b"}, memory_budget="inf",
+                microbatches=turns, assume=autopar.Assume(no_padding=True, imbalance=1.0),
+            ).step_time_s
+            for turns in (64, 16)
+        )  # fmt: skip
+        for way, (of_one, of_four) in ways.items():
+            cells = [f"{name}, {stages}", way, f"{one:.2f}, {four:.2f}", f"{of_one:.2f}, {of_four:.2f}"]
+            cells += [f"{math.log(four / one):+.3f}", f"{math.log(of_four / of_one):+.3f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def published() -> None:
@@ -180,4 +219,4 @@ def deepseek(budget: str = "inf") -> None:
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     what, *more = sys.argv[1:] or ["table"]
-    {"deepseek": deepseek, "published": published, "table": table}[what](*more)
+    {"deepseek": deepseek, "published": published, "stages": in_stages, "table": table}[what](*more)

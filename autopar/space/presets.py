@@ -40,7 +40,8 @@ ZeRO, on the whole mesh.
 
 `parallel=dict(data=dict(size=8, zero=3), experts=4)` gives each device along the last axes of data, here of 4 devices,
 experts of its own, to which rows travel; a ZeRO stage cuts them along the other axes of data. Axes of context count as
-axes of data here.
+axes of data here. `parallel=dict(data=4, tensor=8, experts=32)` takes the axes of tensor too: experts are whole there,
+and other layers are cut.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.graph.graph import Graph, TensorType, rows_of_batch, type_of
@@ -117,8 +118,7 @@ def preset_of(parallel: Any, graph: Graph, mesh: DeviceMesh) -> Preset:
     travelling = by_experts(graph, mesh, roles.experts) if roles.experts else {}
     for name, node in graph.parameters.items():
         cut = cuts.get(name, ParameterCut((), ()))
-        of_experts = travelling.get(name, ())
-        cut = replace(cut, stored=(*of_experts, *cut.stored), used=(*of_experts, *cut.used))
+        cut = cut.beside(travelling.get(name, ()))
         by_data = _stored(type_of(node), mesh, roles, cut) if roles.zero and roles.cuts else []
         policy = _POLICIES.get(roles.zero, "; regathered" if cut.regathered else "")
         pins[name] = f"{', '.join([*by_data, *cut.stored]) or 'R'}; {', '.join(cut.used) or 'R'}{policy}"
@@ -183,7 +183,7 @@ def _roles(parallel: Any, mesh: DeviceMesh) -> AxisRoles:
     rest = tuple(a for a in real if a not in axes)
     of_context = _last_of(rest, context["size"], mesh, "the sequence")
     of_data = rest[: len(rest) - len(of_context)]
-    experts = _last_of(rest, parallel.get("experts", 1), mesh, "experts")
+    experts = _last_of(rest, parallel.get("experts", 1), mesh, "experts", axes)
     return AxisRoles(
         of_data,
         data.get("zero", 0),
@@ -209,11 +209,17 @@ def _ways(context: Mapping[str, Any], axes: Sequence[int], mesh: DeviceMesh) -> 
     return ways
 
 
-def _last_of(axes: Sequence[int], parts: int, mesh: DeviceMesh, what: str) -> tuple[int, ...]:
-    """The last of these axes, those of data, along which something is divided into so many parts."""
-    for first in range(len(axes), -1, -1):
-        if math.prod(mesh.shape[a] for a in axes[first:]) == parts:
-            return tuple(axes[first:])
+def _last_of(
+    axes: Sequence[int], parts: int, mesh: DeviceMesh, what: str, beside: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """The last of these axes, those of data, along which something is divided into so many parts.
+
+    With the axes `beside` them where data alone has not so many.
+    """
+    for also in ((), tuple(beside)):
+        for first in range(len(axes), -1, -1):
+            if math.prod(mesh.shape[a] for a in (*axes[first:], *also)) == parts:
+                return (*axes[first:], *also)
     raise BadPreset(
         f"parallel divides {what} into {parts}, and the last axes of data of mesh {mesh} have not so many devices",
         advice=f"mesh=(..., {parts}), whose other axes carry data and the tensor mode",

@@ -26,6 +26,13 @@ class ParameterCut:
     used: tuple[str, ...]
     regathered: bool = False
 
+    def beside(self, others: tuple[str, ...]) -> ParameterCut:
+        """The same cut by others first, and only by them along their axes."""
+        axes = {_axis(text) for text in others}
+        stored = [text for text in self.stored if _axis(text) not in axes]
+        used = [text for text in self.used if _axis(text) not in axes]
+        return ParameterCut((*others, *stored), (*others, *used), self.regathered)
+
     def dims(self) -> set[int]:
         """Dims that are cut in storage."""
         return _dims(self.stored)
@@ -33,6 +40,11 @@ class ParameterCut:
     def shared(self) -> set[int]:
         """Dims whose cut in storage is gathered for use; the axes of data may cut them too."""
         return _dims(text for text in self.stored if text not in self.used)
+
+
+def _axis(text: str) -> str:
+    """The axis of one placement's text, "model" of "S(0)@model"."""
+    return text.rpartition("@")[2]
 
 
 def _dims(texts: Iterable[str]) -> set[int]:
