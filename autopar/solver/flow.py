@@ -35,7 +35,7 @@ class Network:
     def fill(self, source: int, sink: int) -> None:
         """Send the maximum flow from source to sink; each path has an arc of finite capacity."""
         while True:
-            levels = self._levels(sink)
+            levels = self._levels(source, sink)
             if levels[source] < 0:
                 return
             for path in self._paths(source, sink, levels):
@@ -57,16 +57,22 @@ class Network:
                     found.append(head)
         return found
 
-    def _levels(self, sink: int) -> list[int]:
+    def _levels(self, source: int, sink: int) -> list[int]:
+        """The distances to the sink, as far as the source is from it; -1 of nodes that are farther, or without room."""
+        heads = self.heads
+        room = self.room
         levels = [-1] * len(self.leaving)
         levels[sink] = 0
         found = [sink]
         for node in found:
+            above = levels[node] + 1
             for arc in self.leaving[node]:
-                tail = self.heads[arc]
-                if levels[tail] < 0 and self.room[arc ^ 1] > 0:
-                    levels[tail] = levels[node] + 1
+                tail = heads[arc]
+                if levels[tail] < 0 and room[arc ^ 1] > 0:
+                    levels[tail] = above
                     found.append(tail)
+            if levels[source] >= 0:
+                break
         return levels
 
     def _paths(self, source: int, sink: int, levels: list[int]) -> Iterator[list[int]]:
