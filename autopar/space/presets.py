@@ -341,12 +341,13 @@ def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
     parts = math.prod(mesh.shape[a] for a in roles.rows)
     found = {}
     rows = rows_of_batch(graph)
+    each = f" in each of {graph.turns} micro-batches" if graph.turns > 1 else ""
     for name, node in graph.inputs.items():
         shape = type_of(node).shape
         if parts > 1 and shape and not shape[0] % max(1, rows):
             if shape[0] % parts:
                 raise BadPreset(
-                    f"{parts} devices cannot share the {shape[0]} rows of input {name}",
+                    f"{parts} devices cannot share the {shape[0]} rows of input {name}{each}",
                     seen=f"mesh {mesh}",
                     advice=_for_few_rows(graph, mesh, roles),
                 )
@@ -356,7 +357,8 @@ def _rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> dict[str, str]:
 
 def _for_few_rows(graph: Graph, mesh: DeviceMesh, roles: AxisRoles) -> str:
     """Advice where devices cannot share the rows of a batch."""
-    advice = "a batch that divides, or fewer devices for data"
+    fewer = "fewer micro-batches, " if graph.turns > 1 else ""
+    advice = f"{fewer}a batch that divides, or fewer devices for data"
     if roles.mode or roles.context or not sequences_of(graph):
         return advice
     zero = f"dict(size=1, zero={roles.zero})" if roles.zero else "1"
