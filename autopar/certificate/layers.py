@@ -360,11 +360,13 @@ def _scattered_rows(call: TypedCall) -> Type:
     return Type(tuple(dims), sums=summed([into, *put_in], "all", lost), open=lost)
 
 
-@rule("slice_scatter.default")
+@rule("slice_scatter.default", "select_scatter.default")
 def _put_in(call: TypedCall) -> Type:
-    """A run of rows of a dim, of which a device has all, is replaced."""
+    """A run of rows of a dim, of which a device has all, is replaced, or one of them."""
     into, given = call.args[:2]
     d = call.at(2, 0) % len(into.dims)
+    if len(given.dims) < len(into.dims):
+        given = replace(given, dims=(*given.dims[:d], (), *given.dims[d:]))
     lost = into.open | given.open
     if axes_of([into.dims[d], given.dims[d]]):
         return unknown(call)

@@ -101,7 +101,7 @@ def index_rule(arguments: Mapping[str, Any]) -> Rule | None:
 def setitem_rule(arguments: Mapping[str, Any]) -> Rule | None:
     """Every device writes all places of its own part: x[:, i] = v."""
     found = _looked_into(arguments["input"], arguments["index"], "!")
-    if found is None or not found.dtype:
+    if found is None:
         return None
     value = arguments["value"]
     if not hasattr(value, "shape"):

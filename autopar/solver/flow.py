@@ -58,7 +58,10 @@ class Network:
         return found
 
     def _levels(self, source: int, sink: int) -> list[int]:
-        """The distances to the sink, as far as the source is from it; -1 of nodes that are farther, or without room."""
+        """The distance of each node to the sink, up to that of the source; -1 where it is longer.
+
+        So it is where there is no room at all.
+        """
         heads = self.heads
         room = self.room
         levels = [-1] * len(self.leaving)

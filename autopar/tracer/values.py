@@ -15,6 +15,7 @@ node says it too, and both must agree: a copy under no_grad, through .data or th
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -136,29 +137,17 @@ class Values:
     def _family(self, tensor: Tensor) -> list[Tensor]:
         """Every known tensor that shares memory with this one."""
         for other in self.alive[self._indexed :]:
-            self._sharing.setdefault(_storage(other), []).append(other)
+            self._sharing.setdefault(storage_of(other), []).append(other)
         self._indexed = len(self.alive)
-        return self._sharing.get(_storage(tensor), [])
+        return self._sharing.get(storage_of(tensor), [])
 
     def shares_storage(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with one of the model, its inputs, or a result so far."""
         if self._held is None:
-            self._held = {_storage(held) for held in self.recorder.names.fakes}
-        return _storage(tensor) in self._held or bool(self._family(tensor))
+            self._held = {storage_of(held) for held in self.recorder.names.fakes}
+        return storage_of(tensor) in self._held or bool(self._family(tensor))
 
-    def is_that_view(self, whole: Tensor, index: Any, value: Tensor) -> bool:
-        """Whether `value` is the view of `whole` at this index."""
-        if _storage(value) != _storage(whole) or self._places_of(value) != self._places_of(whole):
-            return False
-        self.recorder.call.function = "index"  # a look, not the model's own call
-        try:
-            view = whole[index]
-        finally:
-            self.recorder.call.function = None
-        is_same = _storage(view) == _storage(whole) and not overlaps(value, view)
-        return is_same and self.has_gradient(value) == self.has_gradient(whole)  # not so behind .data or .detach()
-
-    def _places_of(self, tensor: Tensor | None) -> list[tuple[fx.Node, int]]:
+    def places_of(self, tensor: Tensor | None) -> list[tuple[fx.Node, int]]:
         """The looked-up indices that say where a tensor lies, from its views outward, with their dims."""
         found = []
         while tensor is not None:
@@ -183,7 +172,7 @@ class Values:
         if id(tensor) not in self.recipes:
             return None
         for operand in tensors_in((), self.recipes[id(tensor)].arguments):
-            if operand is not tensor and _storage(operand) == _storage(tensor):
+            if operand is not tensor and storage_of(operand) == storage_of(tensor):
                 return operand
         return None
 
@@ -241,10 +230,33 @@ class Values:
 
 
 def overlaps(other: Tensor, target: Tensor) -> bool:
-    """Whether two tensors share memory, but are not the same view of it."""
-    if _storage(other) != _storage(target):
+    """Whether two tensors may share elements, but are not the same view of them.
+
+    They share none where one is empty, where one ends before the other begins, or where all steps between elements are
+    multiples of a number and the beginnings lie another distance apart.
+    """
+    if storage_of(other) != storage_of(target) or is_same_view(other, target):
         return False
-    return _extent(other) != _extent(target)
+    if 0 in (other.numel(), target.numel()):
+        return False
+    if other.element_size() != target.element_size():
+        return True
+    (first, last), (begin, end) = _ends(other), _ends(target)
+    if last < begin or end < first:
+        return False
+    moved = [step for t in (other, target) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1]
+    return (first - begin) % (math.gcd(*moved) or 1) == 0
+
+
+def is_same_view(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors show the same elements of one memory, in the same order."""
+    return storage_of(one) == storage_of(other) and _extent(one) == _extent(other)
+
+
+def _ends(tensor: Tensor) -> tuple[int, int]:
+    """The places in memory, in elements, of the first and the last element of a tensor."""
+    begin = tensor.storage_offset()
+    return begin, begin + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_trained(tensor: Tensor, origins: Container[int]) -> bool:
@@ -271,5 +283,5 @@ def _extent(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

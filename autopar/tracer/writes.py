@@ -15,7 +15,7 @@ from autopar.ops.lookup import functional, lookup
 from autopar.tracer import chosen_ends, refused_calls
 from autopar.tracer.call import name_of, tensors_in
 from autopar.tracer.recorder import Recorder
-from autopar.tracer.values import overlaps
+from autopar.tracer.values import is_same_view, overlaps, storage_of
 
 
 def into(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +43,7 @@ def in_place(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
         return chosen_ends.write(recorder, function, args, kwargs)
     refused_calls.refuse_write(recorder, target, name_of(function))
     made, arguments = functional(function, args, kwargs)
-    if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and recorder.values.is_that_view(*args[:3]):
+    if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and _is_that_view(recorder, *args[:3]):
         return recorder.execute(function, args, kwargs)  # z[1:] += y puts back what is there already
     _refuse_ambiguous(recorder, function, made, arguments, args, target)
     # The operands are those before the write.
@@ -97,8 +97,10 @@ def _refuse_ambiguous(
     recorder: Recorder, function: Any, made: Any, arguments: dict[str, Any], args: tuple[Any, ...], target: Tensor
 ) -> None:
     """Refuse writes whose result depends on how tensors lie in memory."""
+    is_part = function is Tensor.__setitem__
     for other in tensors_in((), arguments):
-        if other is not target and overlaps(other, target):
+        meets = other is not target and overlaps(other, target)
+        if meets and (not is_part or _is_written(recorder, other, target, args[1])):
             raise recorder.letter(
                 f"{name_of(function)} reads memory that it writes, through another view",
                 args,
@@ -111,6 +113,31 @@ def _refuse_ambiguous(
             args,
             "draws in a tensor of its own",
         )
+
+
+def _is_that_view(recorder: Recorder, whole: Tensor, index: Any, value: Tensor) -> bool:
+    """Whether `value` is the view of `whole` at this index; not so behind .data or .detach()."""
+    values = recorder.values
+    if storage_of(value) != storage_of(whole) or values.places_of(value) != values.places_of(whole):
+        return False
+    is_same = is_same_view(value, _part(recorder, whole, index))
+    return is_same and values.has_gradient(value) == values.has_gradient(whole)
+
+
+def _is_written(recorder: Recorder, other: Tensor, whole: Tensor, index: Any) -> bool:
+    """Whether a write to `whole` at an index may reach what another view of its memory shows."""
+    part = _part(recorder, whole, index)
+    is_view = storage_of(part) == storage_of(whole)  # else places were looked up
+    return not is_view or overlaps(other, part) or is_same_view(other, part)
+
+
+def _part(recorder: Recorder, whole: Tensor, index: Any) -> Tensor:
+    """The tensor at an index: a look, not the model's own call."""
+    recorder.call.function = "index"
+    try:
+        return whole[index]
+    finally:
+        recorder.call.function = None
 
 
 def _may_promote(made: Any, arguments: dict[str, Any], target: Tensor) -> bool:

@@ -408,6 +408,8 @@ SAMPLES |= {
         dict(input=normal(6, 5), index=torch.tensor([True, False, True, True, False, False]), value=normal(3, 5)),
         dict(input=normal(6, 5, 4), index=(..., torch.tensor([[3, 0]]), slice(None)), value=2.0),
         dict(input=normal(6, 5, 4), index=torch.tensor([3, 0]), value=normal(5, 1)),
+        dict(input=normal(6, 5, 4), index=(..., slice(1, None, 3)), value=normal(5, 1)),
+        dict(input=normal(6, 5, 4), index=(slice(None), 2, slice(0, 4, 2)), value=0.5),
     ],
     **{op: [dict(input=normal(6, 5, 4)), dict(input=normal(6, 5, 4), n=7, dim=1)] for op in ("fft", "rfft", "ihfft")},
     **{op: [dict(input=waves(6, 5, 4)), dict(input=waves(6, 5, 4), n=7, dim=1)] for op in ("ifft", "irfft", "hfft")},

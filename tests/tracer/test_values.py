@@ -13,6 +13,7 @@ from torch import nn
 from autopar.graph.graph import Graph, op_name
 from autopar.letters import NotCaptured
 from autopar.tracer import ColoTracer
+from autopar.tracer.values import overlaps
 from tests.tracer.cases import Of, check, traced
 
 
@@ -48,6 +49,15 @@ def pieces(m, x):
     rows[1].zero_()
     z.diagonal().add_(3)
     return (z @ m.weight).sum() + p.sum()
+
+
+def rows_from_rows(m, x):
+    z = (x @ m.weight).view(2, 2, 4) + 0
+    first = z[0]
+    first[..., 1::2] = z[1, ..., 1::2]  # as rotary embeddings of images take frequencies of other grids
+    first[..., 0::4] = first[..., 3::4]
+    first[:0] = z[1, :0]
+    return (first**2).sum() + (z**3).sum()
 
 
 def slices(m, x):
@@ -215,6 +225,7 @@ CASES = [
     beside_empty_ones,
     family,
     pieces,
+    rows_from_rows,
     slices,
     by_index,
     promoted,
@@ -414,3 +425,28 @@ def test_trained_values_under_a_mask_are_a_letter(write):
 def test_a_mask_of_another_shape_is_the_models_error():
     with pytest.raises(NotCaptured, match=r"shape of the mask \(3,\) does not match that of the indexed dims \(4,\)"):
         traced(lambda m, x: (x @ m.weight)[[True, False, True]])
+
+
+def test_views_share_what_their_places_share():
+    """Drawn views of 24 elements, by the sets of places that they show."""
+    draws = np.random.default_rng(0)
+    memory = torch.arange(24)
+    told = apart = 0
+    for _ in range(2000):
+        views = []
+        while len(views) < 2:
+            shape, steps = draws.integers(0, 4, 2), draws.integers(0, 7, 2)
+            offset = int(draws.integers(0, 8))
+            if offset + int((np.maximum(shape - 1, 0) * steps).sum()) < 24:
+                views.append(memory.as_strided(tuple(map(int, shape)), tuple(map(int, steps)), offset))
+        one, other = ({int(k) for k in view.flatten()} for view in views)
+        may_meet = overlaps(*views)
+        is_same = (views[0].shape, views[0].stride(), views[0].storage_offset()) == (
+            views[1].shape,
+            views[1].stride(),
+            views[1].storage_offset(),
+        )
+        assert may_meet or is_same or not one & other
+        apart += not one & other
+        told += not one & other and not may_meet
+    assert told > 0.7 * apart > 0
