@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -113,10 +114,25 @@ class Hubs:
         self.copies: dict[int, list[int]] = {}  # variable that was split -> its copies
         self.parent: dict[int, int] = {}  # copy -> the variable, or copy, that was split
 
-    def split_among(self, near: Collection[int]) -> list[int]:
-        """Split the `near` variable of the loosest factors; returns variables whose tables changed, or none."""
+    def split_among(
+        self, near: Collection[int], inside: Sequence[int] = (), often: Counter[Any] | None = None
+    ) -> list[int]:
+        """Split the `near` variable of the loosest factors; returns variables whose tables changed, or none.
+
+        With it are split as many of its kind `inside` a region as were split there before, which `often` counts: those
+        of a long loop are in few rounds.
+        """
         able = [u for u in sorted(near) if self._can_split(u)]
-        return self._split(min(able, key=lambda u: (self._looseness(u), u))) if able else []
+        if not able:
+            return []
+        hub = min(able, key=lambda u: (self._looseness(u), u))
+        kind = self._kind(hub)
+        before = 0 if often is None else often[kind]
+        alike = (u for u in inside if u != hub and self._kind(u) == kind and self._can_split(u))
+        hubs = [hub, *itertools.islice(alike, before)]
+        if often is not None:
+            often[kind] += len(hubs)
+        return list(itertools.chain.from_iterable(map(self._split, hubs)))
 
     def root(self, v: int) -> int:
         """The original variable of a copy, or of a copy's copy."""
@@ -135,6 +151,11 @@ class Hubs:
 
     def _can_split(self, u: int) -> bool:
         return len({frozenset(f.scope) for f in self.left.factors[u]}) > 1
+
+    def _kind(self, u: int) -> Any:
+        """A key of variables that have the same tables."""
+        tables = sorted(id(f.table) for f in self.left.factors[u])
+        return id(self.left.costs[u]), *tables
 
     def _looseness(self, u: int) -> float:
         """The score of a variable that may be split: lower is better.
@@ -261,6 +282,7 @@ class Elimination:
     def _contract(self, region: tuple[int, ...]) -> None:
         """Replace a region by tables over its surroundings; split hubs where these would be too wide."""
         left = self.left
+        often = Counter[Any]()
         while region:
             inside = (*region, *self.hubs.within(region))
             around, run = self._region_run(inside)
@@ -271,7 +293,7 @@ class Elimination:
             near = {number[n] for n in run.near}
             if self.is_region:  # The variables that a region keeps must not be split.
                 raise TooWide(near)
-            if not self.hubs.split_among(near):
+            if not self.hubs.split_among(near, inside, often):
                 return  # The elimination of everything takes it, without a limit where nothing can be split.
             region = tuple(v for v in region if v in left.costs)  # The variable that was split may be a member.
 
