@@ -1,8 +1,11 @@
-"""Lines that are drawn: small chains of runs with skips."""
+"""Lines that are drawn: small chains of runs with skips, and models of such chains."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from autopar.space.timeline import Momentary, Run, Timeline
 
@@ -25,3 +28,33 @@ def drawn(seed: int, most: int = 8) -> Timeline:
     line = Timeline(tuple(runs), size, leaves, every, count, held, momentary, every, {})
     line.other = np.zeros(len(held))  # nothing but the values of runs
     return line
+
+
+OPS = {
+    "linear": lambda x, w: F.linear(x, w),
+    "gelu": lambda x, w: F.gelu(x),
+    "sigmoid": lambda x, w: torch.sigmoid(x),
+    "softmax": lambda x, w: x.softmax(-1),
+    "norm": lambda x, w: F.layer_norm(x, (16,)),
+    "square": lambda x, w: x * x,
+    "row": lambda x, w: x * x.mean(-1, keepdim=True),
+}
+
+
+class Skips(nn.Module):
+    """Two to four drawn ops behind a product; some add, or multiply by, what was made before."""
+
+    def __init__(self, rng) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.names = rng.choice(list(OPS)[:-1], size=int(rng.integers(2, 5))).tolist()
+        self.skips = rng.integers(0, 3, len(self.names)).tolist()
+
+    def forward(self, x):
+        made = [F.linear(x, self.weight)]
+        for name, skip in zip(self.names, self.skips, strict=True):
+            y = OPS[name](made[-1], self.weight)
+            if 0 < skip <= len(made):
+                y = y + made[-1] if skip == 1 else y * made[-skip]
+            made.append(y)
+        return made[-1].square().mean()

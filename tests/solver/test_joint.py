@@ -26,6 +26,7 @@ from autopar.space.timeline import Timeline
 from autopar.tracer import ColoTracer
 from tests.models import eager_links
 from tests.shares import one_in
+from tests.solver.lines import OPS
 from tests.solver.whole import WholeProgram
 
 
@@ -186,17 +187,6 @@ def test_what_is_repeated_hides_communication_of_the_window_where_it_comes(bytes
         worth = tables.prices.worth([Laid(point.picked, line)], price, exposed)
         bound = minimise(tables.problem(joint.JointPrices(price, exposed), worth), tries=1).bound - price * budget
         assert bound <= plans[plans[:, 1] <= budget, 0].min() * (1 + 1e-9), (budget, times)
-
-
-OPS = {
-    "linear": lambda x, w: F.linear(x, w),
-    "gelu": lambda x, w: F.gelu(x),
-    "sigmoid": lambda x, w: torch.sigmoid(x),
-    "softmax": lambda x, w: x.softmax(-1),
-    "norm": lambda x, w: F.layer_norm(x, (16,)),
-    "square": lambda x, w: x * x,
-    "row": lambda x, w: x * x.mean(-1, keepdim=True),
-}
 
 
 class Drawn(nn.Module):

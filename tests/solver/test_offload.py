@@ -7,15 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import autopar
-from autopar.letters import BadBudget, NotServed
+from autopar import DeviceMesh
+from autopar.letters import BadBudget, Infeasible, NotServed
 from autopar.sharding.host import Host
-from autopar.solver.offload import Packing, Room, fitted
+from autopar.solver import solve
+from autopar.solver.offload import Packing, Room, fitted, pace_of
+from autopar.solver.points import Points
 from autopar.solver.states import StateSearch
+from autopar.space import timeline
+from autopar.space.setting import Setting
+from autopar.space.shardings import shardings
+from autopar.space.timeline import Timeline
+from autopar.tracer import ColoTracer
 from benchmarks.offload import linked, planned
-from tests.models import mlp_case
-from tests.solver.lines import drawn
+from tests.models import eager_links, mlp_case
+from tests.solver.lines import Skips, drawn
 
 MIB = 2.0**20
 
@@ -32,33 +41,33 @@ def packing_of(line, rate, room=1e12):
 
 def reads(line, again):
     """The last read of each value in forward and its first in backward, event by event."""
-    last = [max([i, *(j for j, run in enumerate(line.runs) if i in run.reads)]) for i in range(len(line.runs))]
+    last = [max([line.runs[i].time, *(r.time for r in line.runs if v in r.reads)]) for v, i in enumerate(line.made_by)]
     there, first = set(), {}
 
     def wanted(value, time):
         first.setdefault(value, time)
-        if value in again and value not in there and not line.fixed[value]:
+        if line.made_by[value] in again and value not in there and not line.fixed[value]:
             there.add(value)
-            for other in line.runs[value].reads:
+            for other in line.runs[line.made_by[value]].reads:
                 wanted(other, time)
 
-    for i in reversed(range(len(line.runs))):
-        for value in line.runs[i].keeps:
-            wanted(value, 2 * len(line.runs) - 1 - i)
+    for run in reversed(line.runs):
+        for value in run.keeps:
+            wanted(value, 2 * line.ops - 1 - run.time)
     return last, first
 
 
-def travelling(line, again, values, rate):
+def travelling(line, again, values, rate, pace=None):
     """When these values are away, copied one behind the other; None where one of them would come late."""
-    count = len(line.runs)
+    count = line.ops
     last, first = reads(line, again)
     repeated = np.zeros(2 * count)
     through = line.under(again)
     for i, time in zip(through.ran, through.times, strict=True):
         repeated[time] += line.runs[i].seconds
-    begins = [float(s) for s in np.concatenate([[0.0], np.cumsum(paced(line) + repeated)])]
+    begins = [float(s) for s in np.concatenate([[0.0], np.cumsum((paced(line) if pace is None else pace) + repeated)])]
     gone, comes, now = {}, {}, 0.0
-    for v in sorted(values, key=lambda v: last[v]):
+    for v in sorted(values, key=lambda v: (last[v], -first[v])):
         now = max(now, begins[last[v] + 1]) + line.bytes[v] / rate
         gone[v] = next((t for t in range(count) if begins[t + 1] >= now), None)
     now = np.inf
@@ -70,19 +79,22 @@ def travelling(line, again, values, rate):
     return {v: (gone[v], comes[v]) for v in values}
 
 
-def best_of_all(line, rate, budget):
+def best_of_all(line, rate, budget, pace=None):
     """The fewest seconds of all sets of repeated runs and of values on the host that fit."""
     best = np.inf
-    runs = range(len(line.runs))
+    runs = [i for i, run in enumerate(line.runs) if run.name in line.names]
     for again in (frozenset(s) for n in range(len(runs) + 1) for s in itertools.combinations(runs, n)):
         states = StateSearch(line).of(again)
         if states.seconds >= best:
             continue
-        _, first = reads(line, states.again)
-        able = [v for v in first if v not in states.again and not line.fixed[v]]
+        last, first = reads(line, states.again)
+        able = [v for v in first if line.made_by[v] not in states.again and not line.fixed[v]]
+        longest = {v: (last[v], first[v]) for v in able}
+        if line.under(states.again, (), longest).held.max() > budget:  # no link is fast enough
+            continue
         for n in range(len(able) + 1):
             for values in itertools.combinations(able, n):
-                away = travelling(line, states.again, values, rate)
+                away = travelling(line, states.again, values, rate, pace)
                 if away is not None and line.under(states.again, (), away).held.max() <= budget:
                     best = min(best, states.seconds)
     return best
@@ -135,6 +147,36 @@ def test_the_states_are_the_best_of_all(first):
             equal += seconds == best
             count += 1
     assert equal >= 0.95 * count, (equal, count)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.nightly) for k in range(10, 150, 20))])
+def test_the_plan_of_a_line_is_the_best_of_all_and_its_bound_is_not_over_it(first, monkeypatch):
+    """What a search says of a model without any choice of sharding, by itself: seconds, bound, and that nothing fits."""
+    monkeypatch.setattr(timeline, "SMALL", 0)
+    equal = count = moved = 0
+    for seed in range(first, first + (20 if first else 10)):
+        rng = np.random.default_rng(seed)
+        batch = (torch.randn(int(rng.choice([32, 64, 128])), 16),)
+        graph = ColoTracer().trace(Skips(rng), batch)
+        space = shardings(graph, Setting(DeviceMesh((1,)), eager_links(), 0.0, regather=True))
+        free = solve(space, recompute="auto")
+        point = Points(space).of([0] * len(space.sites))
+        line, pace = Timeline.of(space, point.picked, point.held, point.momentary), pace_of(space, point.picked)
+        rate = float(rng.choice([0.1, 0.3, 1.0])) * free.peak_bytes / pace[: line.ops].sum()
+        room = Room(Host("slot", rate, rate, 0.0, 2**40), 2.0**40)
+        for budget in rng.uniform(0.6, 1.0, 2) * free.peak_bytes:
+            best = point.seconds + best_of_all(line, rate, budget, pace)
+            count += 1
+            try:
+                plan = solve(space, budget=budget, recompute="auto", room=room)
+            except Infeasible:
+                equal += best == np.inf
+                continue
+            assert plan.lower_bound_s <= best * (1 + 1e-9), seed
+            assert plan.passing or plan.step_time_s >= best * (1 - 1e-9), seed
+            equal += plan.step_time_s <= best * (1 + 1e-9)
+            moved += bool(plan.offloaded)
+    assert moved and equal >= 0.95 * count, (equal, count, moved)
 
 
 def test_no_more_is_on_the_host_than_it_has_room_for():
