@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch.fx as fx
@@ -10,13 +11,14 @@ import torch.fx as fx
 from autopar.graph.graph import info, type_of
 from autopar.space.begun_bytes import BegunBytes
 from autopar.space.edge_passage import EdgePassage
+from autopar.space.gather_messages import GatherMessages
 from autopar.space.gradient_buckets import GradientBuckets, is_always
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes, divided_by
 from autopar.space.memory import Converted, Piece, Readers, View, Viewed
 from autopar.space.parameter_gradients import ParameterGradients
 from autopar.space.parts_on_host import PartsOnHost
-from autopar.space.schedule import Schedule
+from autopar.space.schedule import Schedule, Transit
 from autopar.space.wiring import Wiring
 
 
@@ -44,6 +46,7 @@ class EdgePieces:
         # who reads these: the views on the way, its own edge first, and until when it needs the memory, either way
         self.through: dict[int, list[tuple[tuple[View, ...], int, int]]] = {}
         self.begun = BegunBytes(wiring, lifetimes, schedule, bytes_)
+        self.messages = GatherMessages()
         self.gradients = ParameterGradients(wiring, schedule, lifetimes, buckets, bytes_)
 
     @property
@@ -161,8 +164,7 @@ class EdgePieces:
         arrived, copied = self.bytes.once("arrived", (made, sent), lambda: divided_by(sent > 0, made))
         self._copies(passage, arrived, transit.begins, needed, again, is_ahead=True)
         self._copies(passage, copied, now, needed, again, is_ahead=False)  # the copy in memory order
-        if transit.is_shared:
-            self._message(passage, sent, arrived, transit.begins, transit.ends)
+        self._message(passage, sent, arrived, transit)
         for span in PartsOnHost(self.wiring, schedule, self.lifetimes, self.bytes).spans(passage):
             self._put("parameters", passage, *span)
 
@@ -201,21 +203,28 @@ class EdgePieces:
         last = min(passage.back, needs)
         begins = max(passage.now + 1, transit.begins) if is_ahead else last
         self._put("gathered parameters", passage, dropped, begins, last)
-        if is_ahead and transit.is_shared:
+        if is_ahead:
             whole = passage.bytes.sent_last
             sent = self.bytes.once("sent", (dropped, whole), lambda: np.where(dropped > 0, whole, 0.0))
-            self._message(passage, sent, dropped, begins, transit.ends)
+            self._message(passage, sent, dropped, replace(transit, begins=begins))
 
-    def _message(self, passage: EdgePassage, sent: np.ndarray, made: np.ndarray, begins: int, taken: int) -> None:
-        """Add the buffers of a gather of several parameters in one message.
+    def _message(self, passage: EdgePassage, sent: np.ndarray, made: np.ndarray, transit: Transit) -> None:
+        """Add the buffers of a gather, of several parameters in one message where it is shared.
 
         The send buffer is there while the gather is under way; when it ends, what has arrived lies beside the
         parameters cut out of it. Casts that are sent at once are there as long.
         """
+        if not transit.is_shared:
+            return
         is_made = self.owners.get(passage.value) is not passage.value
         is_cast = is_made and not self.lifetimes.memories.is_view[passage.value]
+        begins = transit.begins
+        taken = transit.ends
         self._put("transients", passage, sent, begins, taken if is_cast and begins >= taken else taken - 1)
-        self._put("transients", passage, made, taken, taken)
+        if transit.beside is None:
+            self._put("transients", passage, made, taken, taken)
+        else:
+            self.messages.add(passage.index, made, sent, begins, taken)
 
 
 def _before_conversion(tables: EdgeBytes) -> np.ndarray:

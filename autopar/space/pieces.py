@@ -58,7 +58,7 @@ def memory_of(
         *_rows_out(graph, wiring, clock),
     )
     passages = passages_of(wiring, lifetimes, bytes_, op_bytes)
-    temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, shared.values, bytes_)
+    temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, shared.values, bytes_, edges.messages)
     ops, arrives = tuple(info(n).key for n in clock.ops), passages.arrives
     converted, merged = edges.converted(arrives), edges.gradients.merged(arrives)
     return Memory(

@@ -11,13 +11,13 @@ from tests.shares import by_day
 FITS = [(model, way) for model in MODELS for way in WAYS if way != "dp" or model in ("gpt2", "llama")]
 
 
-@pytest.mark.parametrize(("model", "way"), by_day(FITS, ("t5", "zero3")), ids=str)
+@pytest.mark.parametrize(("model", "way"), by_day(FITS, ("convnext", "zero3")), ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_peaks_are_those_of_a_rank(model, way):
     """The host all but exactly, and the device as near as plans without a host are."""
     one = held(model, way)
     assert 0.99 <= one.host <= 1.03
-    assert 0.99 <= one.device <= 1.04
+    assert 0.99 <= one.device <= 1.03
 
 
 WHOLE = [(model, way) for model in ("gpt2", "llama", "bert") for way in WAYS]
