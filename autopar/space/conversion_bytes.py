@@ -19,7 +19,6 @@ from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Sharding
 from autopar.sharding.strategies import gradients, values
 from autopar.sharding.temporaries import between, temporaries
-from autopar.space.gather_messages import GatherMessages
 from autopar.space.lifetimes import Lifetimes
 from autopar.space.local_bytes import LocalBytes
 from autopar.space.lookup import Tables, Taken, end_to_end
@@ -108,7 +107,6 @@ class Temporaries:
         pieces: Sequence[Piece],
         manager: ShapeConsistencyManager,
         bytes_: LocalBytes,
-        messages: GatherMessages,
     ) -> None:
         self.manager = manager
         self.found = _tables(wiring, lifetimes)
@@ -116,7 +114,7 @@ class Temporaries:
         self.parts = (
             _OfValues(conversions, wiring, lifetimes, passages, bytes_),
             _OfGradients(conversions, wiring, lifetimes, pieces, bytes_),
-            _OfGathers(wiring, lifetimes, schedule, self.found, bytes_, messages),
+            _OfGathers(wiring, lifetimes, schedule, self.found, bytes_),
         )
 
     def of_value(self, edge: int, given: int, taken: int) -> float:
@@ -274,7 +272,7 @@ class _OfGradients:
 
 
 class _OfGathers:
-    """Temporaries of gathering parameters, with the messages out of which several of them are cut."""
+    """Temporaries of gathering parameters, beside messages that several share (`gather_messages.py`)."""
 
     def __init__(
         self,
@@ -283,9 +281,7 @@ class _OfGathers:
         schedule: Schedule,
         found: Sequence[_Found],
         bytes_: LocalBytes,
-        messages: GatherMessages,
     ) -> None:
-        self.messages = messages
         self.edges = wiring.edges
         self.times = lifetimes.clock.last + 1
         self.gathers: list[_Gather] = []
@@ -310,7 +306,7 @@ class _OfGathers:
 
     def over(self, taken: Taken) -> np.ndarray:
         """Bytes beyond the counted pieces, at every time."""
-        over = self.messages.over(taken, self.times)
+        over: np.ndarray = np.zeros(self.times)
         leaves, arrives, choices = taken.leaves.tolist(), taken.arrives.tolist(), taken.choices.tolist()
         for gather in self.gathers:
             k = gather.edge

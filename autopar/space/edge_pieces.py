@@ -12,7 +12,7 @@ from autopar.graph.graph import info, type_of
 from autopar.space.begun_bytes import BegunBytes
 from autopar.space.edge_passage import EdgePassage
 from autopar.space.gather_messages import GatherMessages
-from autopar.space.gradient_buckets import GradientBuckets, is_always
+from autopar.space.gradient_buckets import GradientBuckets
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes, divided_by
 from autopar.space.memory import Converted, Piece, Readers, View, Viewed
@@ -30,7 +30,6 @@ class EdgePieces:
     ) -> None:
         self.wiring = wiring
         self.schedule = schedule
-        self.clock: Clock = lifetimes.clock
         self.lifetimes = lifetimes
         self.owners = lifetimes.parameters.owners
         self.bytes = bytes_
@@ -48,6 +47,10 @@ class EdgePieces:
         self.begun = BegunBytes(wiring, lifetimes, schedule, bytes_)
         self.messages = GatherMessages()
         self.gradients = ParameterGradients(wiring, schedule, lifetimes, buckets, bytes_)
+
+    @property
+    def clock(self) -> Clock:
+        return self.lifetimes.clock
 
     @property
     def readers(self) -> tuple[Readers, ...]:
@@ -153,7 +156,7 @@ class EdgePieces:
         """Add the gathered copy of a parameter, which exists ahead of its use, and its message."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
         made, sent = passage.bytes.made, passage.bytes.sent_last
-        dropped = self._regathered(passage, parameter)
+        dropped = self.wiring.sites[passage.edge.source].regathered
         # backward of a chunk follows its forward: the copy is there for all of them
         again = () if parameter in schedule.stays or info(passage.taker).chunks > 1 else dropped
         transit = schedule.gather(now, parameter)
@@ -182,17 +185,6 @@ class EdgePieces:
         self._may_end(passage, stays, needed)
         self._put("gathered parameters", passage, dropped, begins, passage.now)
         self._gathered_again(passage, dropped, is_ahead)
-
-    def _regathered(self, passage: EdgePassage, parameter: fx.Node) -> tuple[bool, ...]:
-        """Whether the gathered copy is dropped after its use and gathered again, by the edge source's choice.
-
-        The copy of a parameter that an op has handed on is dropped where that of the parameter always is.
-        """
-        source, owner = self.wiring.sites[passage.edge.source], self.wiring.site(parameter)
-        is_handed_on = passage.value is not parameter and not source.regathered
-        if is_handed_on and is_always(owner, owner.regathered):
-            return (True,) * len(source.choices)
-        return source.regathered
 
     def _gathered_again(self, passage: EdgePassage, dropped: np.ndarray, is_ahead: bool) -> None:
         """Add the copy that is gathered again for backward, if backward reads it; an embedding's does not."""

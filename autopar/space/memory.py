@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.space.gather_messages import GatherMessages
 from autopar.space.lookup import Taken
 from autopar.space.passage import Passages
 
@@ -167,24 +168,6 @@ class Viewed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HandedOn:
-    """A gathered copy behind an op that hands a parameter on, which is dropped where the parameter's is."""
-
-    edge: int
-    bytes: np.ndarray  # a table by [given, taken]
-    parameter: int  # the edge by which the parameter leaves its site
-    is_dropped: np.ndarray  # whether the parameter is gathered again, by `given` of that edge
-    first: int  # the times between its readers in forward and the second gather
-    last: int
-
-    def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
-        """Bytes, less than none, that its piece counts and no program holds, with their first and last time."""
-        amount = float(self.bytes[place(self.edge)])
-        if amount and self.is_dropped[place(self.parameter)[0]] and self.first <= self.last:
-            yield -amount, self.first, self.last
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Merged:
     """The edges by which several ops read one parameter; if all gather it alike, they share one gathered copy.
 
@@ -211,7 +194,7 @@ class Memory:
     merged: tuple[Merged, ...] = ()  # one entry per parameter that several ops read
     shown: ShownGradients | None = None  # gradients that lie in the memory of others
     temporaries: Temporaries | None = None  # temporary bytes of conversions
-    handed_on: tuple[HandedOn, ...] = ()  # one entry per gathered copy of a parameter that an op hands on
+    messages: GatherMessages = field(default_factory=GatherMessages)  # messages of gathers while they are cut
 
     @property
     def times(self) -> int:
@@ -234,8 +217,6 @@ class Memory:
         shared: tuple[Readers | Converted | Viewed, ...] = (*self.readers, *self.converted, *self.viewed)
         for several in shared:
             yield from several.missing(place)
-        for copy in self.handed_on:
-            yield from copy.missing(place)
 
         for merged in self.merged:
             places = [place(k) for k in merged.edges]
@@ -270,8 +251,10 @@ class Memory:
         return held
 
     def beside(self, taken: Taken) -> np.ndarray:
-        """Bytes that conversions hold at every time beyond the counted pieces."""
-        return np.zeros(self.times) if self.temporaries is None else self.temporaries.over(taken)
+        """Bytes that conversions and messages hold at every time beyond the counted pieces."""
+        if self.temporaries is None:
+            return np.zeros(self.times)
+        return self.temporaries.over(taken) + self.messages.over(taken, self.times)
 
     def beside_value(self, edge: int, place: tuple[int, int]) -> float:
         """Temporary bytes of converting the value of an edge, at an entry [given, taken]."""

@@ -10,7 +10,6 @@ from autopar.sharding.costs import optimizer_figures
 from autopar.space.conversion_bytes import Temporaries
 from autopar.space.edge_pieces import EdgePieces
 from autopar.space.gradient_buckets import GradientBuckets, trained_parameters
-from autopar.space.handed_on import handed_on
 from autopar.space.least_saved import least_saved
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import LocalBytes
@@ -58,7 +57,7 @@ def memory_of(
         *_rows_out(graph, wiring, clock),
     )
     passages = passages_of(wiring, lifetimes, bytes_, op_bytes)
-    temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, shared.values, bytes_, edges.messages)
+    temporaries = Temporaries(wiring, lifetimes, schedule, passages, pieces, shared.values, bytes_)
     ops, arrives = tuple(info(n).key for n in clock.ops), passages.arrives
     converted, merged = edges.converted(arrives), edges.gradients.merged(arrives)
     return Memory(
@@ -72,7 +71,7 @@ def memory_of(
         merged,
         shown,
         temporaries,
-        tuple(handed_on(wiring, schedule, lifetimes, edges.found)),
+        edges.messages,
     )
 
 

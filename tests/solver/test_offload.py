@@ -151,7 +151,7 @@ def test_the_states_are_the_best_of_all(first):
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.nightly) for k in range(10, 150, 20))])
 def test_the_plan_of_a_line_is_the_best_of_all_and_its_bound_is_not_over_it(first, monkeypatch):
-    """What a search says of a model without any choice of sharding, by itself: seconds, bound, and that nothing fits."""
+    """Of drawn models without any choice of sharding: seconds, the bound, and that nothing fits."""
     monkeypatch.setattr(timeline, "SMALL", 0)
     equal = count = moved = 0
     for seed in range(first, first + (20 if first else 10)):
