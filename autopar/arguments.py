@@ -226,10 +226,8 @@ def room_of(given: Any, cluster: Cluster) -> Room | None:
     return Room(cluster.host, min(budget, cluster.host.bytes / cluster.devices_per_node))
 
 
-def check_room(recompute: Any, pipeline: Any) -> None:
+def check_room(recompute: Any) -> None:
     """Raise a letter where a search that is asked for does not know the host."""
-    if pipeline is not None:
-        raise NotServed("host_budget= and pipeline=: what stages save does not travel yet", advice="one of them")
     if recompute not in ("auto", "none"):
         raise NotServed(
             f"host_budget= and recompute={recompute!r}: values travel beside what the search makes again, or nothing",

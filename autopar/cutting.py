@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -33,12 +33,14 @@ from autopar.solver.stage_levels import Level, StageLevels
 from autopar.stages.asked import Asked
 from autopar.stages.blocks import ByBlock, Units
 from autopar.stages.held import most_held
+from autopar.stages.levels import InFlight
 from autopar.stages.orders import ORDERS, Order
 from autopar.stages.pipeline import Pipeline, StageFigures
 from autopar.stages.search import Atoms, Block, Choice, Slow, best_cuts
 from autopar.stages.simulate import simulated
 
 _ON_A_V = ("zb-v", "dualpipe-v")  # orders with two stages on each coordinate
+_WHOLE = ("gpipe", "1f1b", "interleaved")  # orders whose backward is whole, so that all of it hides copies
 _OF_ANY_NUMBER = ("gpipe", "interleaved", "greedy")  # orders with as many stages on each coordinate as there are
 
 
@@ -80,6 +82,29 @@ class _Staged:
         return _memory(program, self.found, self.ends(choice), choice, prices.hops(choice.order.place))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fitted:
+    """Stages that fit, and the bytes of a device of each coordinate."""
+
+    choice: Choice
+    staged: _Staged
+    room: float  # bytes in which they were searched
+    memory: tuple[dict[str, int], dict[int, int]]
+    on_host: tuple[int, ...]  # bytes there of each stage and micro-batch
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        place = self.choice.order.place
+        return self.choice.run.seconds + _once(self.staged.found, self.staged.ends(self.choice), place)
+
+    @property
+    def hosts(self) -> list[int]:
+        """The most bytes on the host of a device of each coordinate."""
+        none = np.zeros(len(self.on_host))
+        return InFlight(self.choice.order).most(np.array(self.on_host, float), none).astype(int).tolist()
+
+
 class Cutting:
     """One plan of the whole program, and the cuts of it that fit in the budget.
 
@@ -94,6 +119,11 @@ class Cutting:
         self.base = self.staged(plan)
         self.starts = self.base.starts
         self.recomputes = math.isfinite(request.budget) and request.recompute == "auto"
+        if request.room is not None and asked.schedule not in (*_WHOLE, "auto"):
+            raise NotServed(
+                f"host_budget= and the order {asked.schedule!r}, whose backward runs in two parts",
+                advice=f"{' or '.join(map(repr, _WHOLE))}, or no host_budget",
+            )
 
     def check(self, known: float) -> None:
         """Raise `Slower` where the fastest stages, whatever they hold, take `known` seconds."""
@@ -109,13 +139,17 @@ class Cutting:
 
     def plan(self, known: float = math.inf) -> Plan:
         """The plan with the fastest stages; raises `Slower` where it is found to take `known` seconds."""
-        choice, staged, room, (memory, most) = self._fitting(known)
+        fitted = self._fitting(known)
+        choice = fitted.choice
+        staged = fitted.staged
+        memory, most = fitted.memory
         found = staged.found
         plan = staged.plan
         ends = staged.ends(choice)
         place = choice.order.place
-        step = choice.run.seconds + _once(found, ends, place)
+        step = fitted.seconds
         figures = _figures(found, ends, choice, staged.merged, staged.borders)
+        stages = zip(figures, place, fitted.on_host, strict=True)
         pipeline = Pipeline(
             staged.mesh,
             self.asked.axis,
@@ -124,10 +158,10 @@ class Cutting:
             tuple(found.names[a] for a, _ in ends[1:]),
             choice.order.texts(),
             1.0 - plan.step_time_s / (self.coordinates * step),
-            tuple(replace(stage, peak_bytes=most[at]) for stage, at in zip(figures, place, strict=True)),
+            tuple(replace(stage, peak_bytes=most[at], host_bytes=there) for stage, at, there in stages),
         )
         cut = tuple(z - a for a, z in ends)
-        staged.search.cuts = functools.partial(_moved, found, staged.atoms, choice.order, cut, room)
+        staged.search.cuts = functools.partial(_moved, found, staged.atoms, choice.order, cut, fitted.room)
         fullest = max(place, key=lambda at: most[at])
         full = [str(stage) for stage, at in enumerate(place) if at == fullest]
         least = choice.bound + self._least_once
@@ -139,6 +173,8 @@ class Cutting:
             bound_of=self._bound_of(choice),
             memory=memory,
             budget=self.request.budget,
+            host_bytes=max(fitted.hosts, default=0),
+            host_budget=0.0 if self.request.room is None else self.request.room.bytes,
             cluster=str(self.request.hardware),
             sources={name: seconds * step / plan.step_time_s for name, seconds in plan.sources.items()},
             peak_at=f"devices of stage{'s' * (len(full) > 1)} {', '.join(full)}",
@@ -159,32 +195,55 @@ class Cutting:
         plan = replace(with_states(base.plan, base.space, point), search=base.search.at(point))
         return self.staged(plan)
 
-    def _fitting(self, known: float) -> tuple[Choice, _Staged, float, tuple[dict[str, int], dict[int, int]]]:
-        """The fastest cut and order that fit, its plan, the room in which they were searched, and their bytes.
+    def _fitting(self, known: float) -> _Fitted:
+        """The fastest stages that fit, of those without values on the host and of those with some."""
+        letters: list[Infeasible | Slower] = []
+        found: list[_Fitted] = []
+        may_wait = self.request.room is not None and math.isfinite(self.request.budget)
+        for most in (0.0, math.inf) if may_wait else (0.0,):
+            try:
+                found.append(self._fit(min([known, *(one.seconds for one in found)]), most))
+            except (Infeasible, Slower) as e:
+                letters.append(e)
+        if not found:
+            raise letters[-1]
+        return found[-1]
+
+    def _fit(self, known: float, most: float) -> _Fitted:
+        """The fastest cut and order that fit, where a block has at most so many bytes on the host.
 
         The search adds up what stands in blocks and what they save. Stages need more while they run, how much depends
-        on the order: where it is too much, the search has less room.
+        on the order: where it is too much, the search has less room. Where more is on the host than it has room for,
+        blocks have less there.
         """
         room = self.request.budget
-        levels = self._levels() if self.recomputes else None
+        levels = self._levels(most) if self.recomputes or most else None
         atoms = self._atoms_of_levels(levels.levels[1:] if levels is not None else ())
         while True:
-            choice = self._choice(room, atoms, known)
+            choice = self._choice(room, atoms, known, of_whole=most > 0)
             staged = self.base
+            there: list[int] = [0] * len(choice.cut)
             if levels is not None and any(choice.levels):
-                staged = self._with(levels.together(staged.ends(choice), choice.levels))
+                ends = staged.ends(choice)
+                there = [round(levels.on_host(level)[a:z].sum()) for level, (a, z) in zip(choice.levels, ends)]
+                staged = self._with(levels.together(ends, choice.levels))
                 prices, _ = staged.merged.prices(choice.cut)
                 choice = replace(choice, run=simulated(choice.order, prices))
-            memory = staged.memory(choice)
-            over = max(memory[1].values()) - self.request.budget
-            if over <= 0:
-                return choice, staged, room, memory
-            room = min(room, max(choice.sizes)) - over
+            fitted = _Fitted(choice, staged, room, staged.memory(choice), tuple(there))
+            over = max(fitted.memory[1].values()) - self.request.budget
+            if levels is not None and self.request.room is not None and max(fitted.hosts) > self.request.room.bytes:
+                most = levels.most_on_host * self.request.room.bytes / max(fitted.hosts)
+                levels = self._levels(most)
+                atoms = self._atoms_of_levels(levels.levels[1:])
+            elif over <= 0:
+                return fitted
+            else:
+                room = min(room, max(choice.sizes)) - over
 
-    def _levels(self) -> StageLevels:
+    def _levels(self, most: float = 0.0) -> StageLevels:
         """The levels of this sharding, of which the first recomputes nothing."""
         base = self.base
-        levels = StageLevels(base.space, base.search.point, base.units)
+        levels = StageLevels(base.space, base.search.point, base.units, self.recomputes, most)
         if base.plan.recomputed:
             self.base = self._with(levels.whole)
         return levels
@@ -199,10 +258,13 @@ class Cutting:
             found.append(_merged(replace(base, blocks=tuple(blocks)), self.starts))
         return found
 
-    def _choice(self, room: float, levels: Sequence[Atoms] = (), known: float = math.inf) -> Choice:
-        """The fastest cut and order that fit."""
+    def _choice(
+        self, room: float, levels: Sequence[Atoms] = (), known: float = math.inf, of_whole: bool = False
+    ) -> Choice:
+        """The fastest cut and order that fit; if `of_whole`, of those whose backward is whole."""
         asked = self.asked
         names = [name for name in ORDERS if name != "gpipe"] if asked.schedule == "auto" else [asked.schedule]
+        names = [name for name in names if name in _WHOLE or not of_whole]
         each = len(self.starts) // self.coordinates if asked.cuts else asked.stages_each
         if asked.cuts or (each and asked.schedule != "auto"):
             names = [name for name in names if _has(name, each)]

@@ -101,7 +101,7 @@ class Request:
         object.__setattr__(self, "budget", budget_of(self.memory_budget, self.hardware))
         object.__setattr__(self, "room", room_of(self.host_budget, self.hardware))
         if self.room is not None:
-            check_room(self.recompute, self.pipeline)
+            check_room(self.recompute)
 
     @staticmethod
     def of(

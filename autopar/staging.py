@@ -198,12 +198,15 @@ def _shared_evenly(inside: Inside, stages: int, known: float, request: Request) 
 
 
 def _of_a_stage(request: Request, asked: Asked) -> Request:
-    """The request for what a stage does, whose devices may stand apart in the mesh of all."""
+    """The request for what a stage does, whose devices may stand apart in the mesh of all.
+
+    What waits on the host is decided once stages are cut; optimizer states stay on devices.
+    """
     mesh = asked.mesh
     if mesh is None:  # the axis of stages is the first of a mesh that is searched
         size = request.mesh if isinstance(request.mesh, int) else DeviceMesh.of(request.mesh).size
         mesh = DeviceMesh((int(asked.size), size), (asked.axis, "stage"))
-    return replace(request, cluster=request.hardware.within_stages(mesh, asked.axis))
+    return replace(request, cluster=request.hardware.within_stages(mesh, asked.axis), host_budget=0)
 
 
 def _most_saved(plan: Plan) -> float:

@@ -3,7 +3,7 @@
 forward     begin_to_host takes a value of this half; end_to_host gives what is saved, and nothing else reads that
             memory from there on, or writes to it once the copy has begun
 backward    begin_from_host takes what forward has copied, once; nothing else reads it, and what reads the value
-            stands behind end_from_host
+            stands behind end_from_host; of a backward in two parts, the first
 
 A parameter that lies on the host is read through begin_up alone, once in a half, and what reads it stands behind
 end_from_host; forward saves nothing that shows it on the device. Its gradient leaves backward through begin_to_host and
@@ -44,9 +44,10 @@ def check_travels(joint: Any, on_host: frozenset[int] = frozenset()) -> None:
 
 
 def _misplaced(joint: Any, on_host: frozenset[int]) -> Iterator[Misplaced]:
-    parts = (joint.parts.inward, joint.parts.weights) if joint.parts else ()
-    others = [graph for graph in (joint.beginning, joint.settle, *parts) if graph is not None]
-    graphs = [joint.forward, joint.backward, joint.hold, *others]
+    backwards = [joint.backward, joint.hold, *([joint.parts.inward] if joint.parts else [])]
+    rest = (joint.beginning, joint.settle, joint.parts.weights if joint.parts else None)
+    others = [graph for graph in rest if graph is not None]
+    graphs = [joint.forward, *backwards, *others]
     if not on_host and not any(_travelling(graph, TRAVELLING) for graph in graphs):
         return
     results = joint.forward.output_node().args[0]
@@ -60,7 +61,7 @@ def _misplaced(joint: Any, on_host: frozenset[int]) -> Iterator[Misplaced]:
     up = set(joint.forward.find_nodes(op="call_function", target=end_from_host))
     yield from ((node, "a parameter of the host leaves forward") for node in results[: joint.outputs] if node in lying)
     yield from ((node, "a parameter that came up is saved on the device") for node in saved if memory[node] in up)
-    for half in (joint.backward, joint.hold):
+    for half in backwards:
         given = half.find_nodes(op="placeholder")
         leaving = _gradients_of(joint, on_host) if half is joint.backward else []
         yield from _of_backward(half, {given[place] for place in travels}, leaving, is_whole=half is joint.backward)

@@ -22,7 +22,7 @@ from autopar.codegen.local import LocalProgram
 from autopar.codegen.local_passes import is_kernel
 from autopar.graph import walks
 from autopar.graph.graph import Graph, info
-from autopar.letters import BadPlan, NotServed
+from autopar.letters import BadPlan
 from autopar.runtime.host import begin_from_host, begin_to_host, end_from_host, end_to_host
 from autopar.sharding.costs import DURING_BACKWARD
 from autopar.solver.plan import Plan
@@ -80,11 +80,6 @@ def offloaded_of(
     handed_over = handed_over_of(plan)
     if not plan.offloaded and not parameters and not handed_over:
         return EVERYTHING_STAYS
-    if plan.pipeline is not None:
-        raise NotServed(
-            "the plan has values on the host and a pipeline, whose stages hold several micro-batches at a time",
-            advice="plan.offloading({}), or a plan of one stage",
-        )
     ops = [n for n in graph.nodes if info(n).kind == "op"]
     at = {info(op).key: time for time, op in enumerate(ops)}
     if lost := sorted({op for ops in plan.offloaded.values() for op in ops} - at.keys()):
@@ -135,6 +130,8 @@ class Trip:
 def wait_on_host(joint: Joint, offloaded: Offloaded) -> None:
     """Let values wait for backward on the host; views of what travels are taken again in backward.
 
+    Where backward is in two parts, all of them return in the first, which hands on what the second reads.
+
     before    def forward(x):           a = gelu(x);  v = t(a);  y = mm(a, w);  z = relu(y);  return z, v
               def backward(v, g):       d = mul(g, 2);  e = mm(v, d)
     after     def forward(x):           a = gelu(x);  y = mm(a, w);  a_leaves = begin_to_host(a);  z = relu(y);
@@ -145,10 +142,11 @@ def wait_on_host(joint: Joint, offloaded: Offloaded) -> None:
     trips = list(_trips(joint, offloaded)) if offloaded.travels else []
     if not trips:
         return
-    come_back(joint.backward, trips, offloaded)
-    come_back(joint.hold, trips, offloaded)
+    backwards = [joint.backward, joint.hold, *([] if joint.parts is None else [joint.parts.inward])]
+    for half in backwards:
+        come_back(half, trips, offloaded)
     _leave(joint, trips, offloaded)
-    for half in (joint.forward, joint.backward, joint.hold):
+    for half in (joint.forward, *backwards):
         half.lint()
 
 

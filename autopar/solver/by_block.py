@@ -11,8 +11,10 @@ import numpy as np
 from autopar.solver.lanes import BACKWARD, FORWARD, HOST, OPTIMIZER, events_of
 from autopar.solver.pieces_by_block import STANDING, amount_of, blocks_of_piece, standing_kind
 from autopar.solver.points import Point
+from autopar.solver.stage_travels import away_of
 from autopar.solver.states import Again
 from autopar.space.space import Space
+from autopar.space.steps import NOWHERE, Away
 from autopar.space.timeline import Timeline
 from autopar.stages.blocks import ByBlock, Units
 
@@ -65,7 +67,8 @@ def _bytes(
         there[piece.last + 1] -= amount
     of_time = np.array([units.of.get(space.sites[op.site].name, 0) for op in memory.passages.ops], int)
     line = Timeline.of(space, point.picked, point.held, point.momentary)
-    saved, waiting = saved_by_block(line, line.again(point.recomputed), units, of_time)
+    away = away_of(line, point.offloaded)
+    saved, waiting = saved_by_block(line, line.again(point.recomputed), units, of_time, away)
     beside = point.held[: 2 * ops] - np.cumsum(there)[: 2 * ops]
     before = np.concatenate([[0.0], np.cumsum(saved)[:-1]])
     busy = np.zeros(count)
@@ -75,15 +78,17 @@ def _bytes(
     return standing, gathered, np.cumsum(after, axis=0)[:-1], saved, waiting, busy
 
 
-def saved_by_block(line: Timeline, again: Again, units: Units, of_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def saved_by_block(
+    line: Timeline, again: Again, units: Units, of_time: np.ndarray, away: Away = NOWHERE
+) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of a micro-batch by block that backward needs, and that gradients of parameters alone need.
 
     A value is saved by the block whose backward reads it, the first in forward's order. `again` are the runs that are
-    recomputed, and `of_time` has the block of each op.
+    recomputed, `away` the values that wait on the host, and `of_time` has the block of each op.
     """
     saved = np.zeros(len(units.names))
     waiting = np.zeros(len(units.names))
-    left = set(line.saved(again))
+    left = set(line.saved(again)) - away.keys()
     for run in line.runs:
         unit = of_time[run.time]
         if units.weights.get(run.name, 0.0):

@@ -18,8 +18,10 @@ import numpy as np
 
 from autopar.solver.pieces_by_block import amount_of, blocks_of_piece, is_sum, standing_kind
 from autopar.solver.points import Point
+from autopar.solver.stage_travels import away_of
 from autopar.space.memory import Piece
 from autopar.space.space import Space
+from autopar.space.steps import Away
 from autopar.space.timeline import Momentary, Run, Timeline
 from autopar.stages.blocks import Units
 from autopar.stages.held import Message, StageBytes
@@ -43,6 +45,7 @@ class Program:
         self.times = {op.site: time for time, op in enumerate(memory.passages.ops)}
         self.names = [space.sites[site].name for site in self.times]
         self.blocks = [units.of.get(name, 0) for name in self.names]
+        self.away = away_of(self.line, point.offloaded)
         self.anywhere = self._anywhere()
         amounts = ((piece, amount_of(piece, space, point.picked)) for piece in memory.pieces)
         self.pieces = [(piece, amount) for piece, amount in amounts if amount]
@@ -241,7 +244,7 @@ class _Stage:
         gradients = self.gradients()
         made = np.array([gradients.get(int(time), 0.0) for time in self.times[half:]])
         nbytes = self.program.line.bytes
-        saved = float(nbytes[list(self.kept)].sum())
+        saved = float(nbytes[list(self.kept - self.program.away.keys())].sum())
         forward = float(held[:half].max())
         backward = float(held[half:].max())
         first = float((held[half:] + np.cumsum(made) - made).max())
@@ -261,7 +264,7 @@ class _Stage:
     def _held(self) -> np.ndarray:
         """Bytes at the times of this stage's ops, beside what stands."""
         passing = tuple(self._passing())
-        found = self.line.under(self.again, passing).held - self.line.other + self.beside[self.times]
+        found = self.line.under(self.again, passing, self._away()).held - self.line.other + self.beside[self.times]
         for piece, amount in self.program.pieces:
             if piece.kind in _GRADIENTS and not piece.is_edge and piece.place in self.program.times:
                 found -= amount * self._is_elsewhere(piece)
@@ -274,6 +277,17 @@ class _Stage:
         for i, time in self.program.line.passing(self.program.point.passing):
             if i in numbers:
                 yield numbers[i], bisect.bisect_right(forward, time) - 1
+
+    def _away(self) -> Away:
+        """The values of this stage on the host, and the times of its own timeline between which they are."""
+        forward = self.times[: len(self.times) // 2].tolist()
+        last = len(self.times) - 1
+        ops = 2 * self.program.ops - 1
+        return {
+            self.values[v]: (bisect.bisect_left(forward, gone), last - bisect.bisect_left(forward, ops - comes))
+            for v, (gone, comes) in self.program.away.items()
+            if v in self.values
+        }
 
     def _is_elsewhere(self, piece: Piece) -> np.ndarray:
         """At which times of this stage a gradient of the whole program is not here.

@@ -74,6 +74,8 @@ def row_of(plan: Plan) -> list[str]:
     said = [f"{decided(pipeline)}, {plan.microbatches} micro-batches: idle {pipeline.idle:.1%}"]
     if sent := [stage.sent_bytes for stage in pipeline.stages if stage.sent_bytes]:
         said.append(f"{size(max(sent))} a transfer")
+    if there := max((stage.host_bytes for stage in pipeline.stages), default=0):
+        said.append(f"{size(there)} of a micro-batch on the host")
     return said + ([f"most in flight {max(_ran(plan)[1].in_flight)}"] if pipeline.stages else [])
 
 

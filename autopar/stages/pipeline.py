@@ -25,6 +25,7 @@ class StageFigures:
     waiting_bytes: int = 0  # held from the inward half of backward to the rest of it
     in_flight: int = 1  # most micro-batches of which it holds something
     peak_bytes: int = 0
+    host_bytes: int = 0  # saved for the backward of one micro-batch on the host
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import gc
 import importlib
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from autopar.codegen.joint import LOWERED
 from autopar.codegen.joint_graph import BACK, OP
 from autopar.codegen.lower import lower
 from autopar.kernels import NAMES
-from autopar.letters import BadPlan, NotCertified, NotServed
+from autopar.letters import BadPlan, NotCertified
 from autopar.runtime.host import HOST, begin_from_host, begin_to_host, end_from_host, end_to_host
 from autopar.testing import on_processes
 from autopar.tracer import ColoTracer
@@ -417,7 +416,5 @@ def test_plans_that_cannot_be_are_letters():
     graph = ColoTracer().trace(model, batch)
     with pytest.raises(BadPlan, match="nowhere"):
         lower(graph, plan.offloading({name: (op, "nowhere")}), (0,))
-    with pytest.raises(NotServed, match="and a pipeline"):
-        lower(graph, dataclasses.replace(plan.offloading({name: (op, op)}), pipeline=object()), (0,))
     code = str(lower(graph, plan.offloading({name: (op, op)}), (0,)).program)
     assert f"on the host from behind {op} until before the backward of {op}" in code

@@ -227,7 +227,7 @@ def test_plans_without_a_host_do_not_know_it():
     cluster = replace(autopar.Cluster.of("generic"), host=host)
     plain = autopar.plan(model, batch, mesh=1, cluster=replace(cluster, host=None))
     assert autopar.plan(model, batch, mesh=1, cluster=cluster, host_budget=0).to_dict() == plain.to_dict()
-    wrong = {"recompute": ("full", NotServed), "pipeline": (2, NotServed), "host_budget": ("much", BadBudget)}
+    wrong = {"recompute": ("full", NotServed), "host_budget": ("much", BadBudget)}
     for name, (value, letter) in wrong.items():
         with pytest.raises(letter):
             autopar.plan(model, batch, mesh=2, cluster=cluster, **{"host_budget": "1GiB", name: value})
