@@ -159,7 +159,7 @@ class Planning:
     def _freely(self, uncounted: Uncounted, spaces: _Spaces, rival: float) -> Plan:
         """The fastest plan of a space, if it fits in the budget."""
         budget = self.request.budget
-        if self.request.recompute in ("auto", "none") and uncounted.least_bytes() > budget:
+        if math.isfinite(budget) and self.request.recompute in ("auto", "none") and uncounted.least_bytes() > budget:
             raise _DoesNotFit(uncounted.space)
         refuse_below(space := uncounted.counted(), budget)
         if math.isinf(budget) or peak_where_nothing_is_dear(space) <= budget:

@@ -87,7 +87,15 @@ KINDS = ("all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "l
 
 _Tensor = tuple[tuple[int, ...], int, frozenset[Placement]]  # shape, bytes of an element, blocks it may be cut by
 _Form = tuple[tuple[int, ...], frozenset[Placement]]  # shape, and blocks that it may be cut by
-_Ways = list[dict[int, Step]]  # layout -> next layout -> the step between them, by their numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ways:
+    """The layouts of a tensor by number, their elements on the fullest device, and steps between them."""
+
+    index: Mapping[Layout, int]
+    elements: Sequence[int]
+    steps: Sequence[Mapping[int, tuple[Step, int]]]  # layout -> next layout -> step, elements where no axis of it cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +185,7 @@ class ShapeConsistencyManager:
 
         self._levels = {kind: levels(kind) for kind in KINDS}
         # Found once for a shape, and kept as long as the manager: one planning or lowering.
-        self._ways: dict[_Form, tuple[dict[Layout, int], _Ways]] = like._ways if like else {}
+        self._ways: dict[_Form, _Ways] = like._ways if like else {}
         self._graphs: dict[_Tensor, _Graph] = {}
         self._seconds: dict[_Tensor, np.ndarray] = {}
         self._routes: dict[tuple[_Tensor, int], _Routes] = {}
@@ -235,26 +243,26 @@ class ShapeConsistencyManager:
             shape, itemsize, blocks = tensor
             if (shape, blocks) not in self._ways:
                 self._ways[shape, blocks] = self._ways_between(shape, blocks)
-            index, ways = self._ways[shape, blocks]
+            ways = self._ways[shape, blocks]
 
-            def priced(state: Layout, to: Mapping[int, Step]) -> dict[int, tuple[float, Step]]:
-                return {j: (self.step_seconds(step, state, itemsize), step) for j, step in to.items()}
+            def priced(to: Mapping[int, tuple[Step, int]]) -> dict[int, tuple[float, Step]]:
+                return {j: (self._seconds_of(step, elements * itemsize), step) for j, (step, elements) in to.items()}
 
-            steps = [priced(state, to) for state, to in zip(index, ways, strict=True)]
-            self._graphs[tensor] = _Graph(index, steps, [self._bytes(state, itemsize) for state in index])
+            nbytes = [elements * itemsize for elements in ways.elements]
+            self._graphs[tensor] = _Graph(ways.index, list(map(priced, ways.steps)), nbytes)
         return self._graphs[tensor]
 
-    def _ways_between(self, shape: tuple[int, ...], blocks: frozenset[Placement]) -> tuple[dict[Layout, int], _Ways]:
+    def _ways_between(self, shape: tuple[int, ...], blocks: frozenset[Placement]) -> _Ways:
         """Every layout of a tensor of this shape by its number, and every step between two of them."""
         cuts = [*(S(d) for d in range(len(shape))), *sorted(blocks, key=repr)]
         index = {state: i for i, state in enumerate(dict.fromkeys(self._states(shape, cuts)))}
-        ways: _Ways = [{} for _ in index]
+        steps: list[dict[int, tuple[Step, int]]] = [{} for _ in index]
         for state, i in index.items():
             for step in steps_from(state, cuts, self.mesh):
                 after = step.after(state, self.mesh)
                 if after is not None and after in index:
-                    ways[i][index[after]] = step
-        return index, ways
+                    steps[i][index[after]] = step, self._uncut(step, state)
+        return _Ways(index, list(map(self._elements, index)), steps)
 
     def _states(self, shape: tuple[int, ...], cuts: Sequence[Placement]) -> Iterator[Layout]:
         placements: list[Placement] = [R, P(), *cuts]
@@ -266,13 +274,10 @@ class ShapeConsistencyManager:
 
     def step_seconds(self, step: Step, before: Layout, itemsize: int) -> float:
         """Seconds of one step that starts from layout `before`, on the fullest device."""
-        gathered = (
-            before.with_row(step.dim, before.rows[step.dim].without(step.axis))
-            if step.kind in ("all_gather", "all_to_all")
-            else before
-        )
-        assert gathered is not None, (step, before)
-        nbytes = self._bytes(gathered, itemsize)
+        return self._seconds_of(step, self._uncut(step, before) * itemsize)
+
+    def _seconds_of(self, step: Step, nbytes: int) -> float:
+        """Seconds of one step of a tensor of so many bytes where its axis does not cut it."""
         alike = step.kind, step.axis, step.dim > 0, nbytes
         if alike not in self._steps:
             levels = self._levels[step.kind][step.axis]
@@ -280,9 +285,19 @@ class ShapeConsistencyManager:
             self._steps[alike] = self.costs.step(step.kind, step.dim, levels, nbytes, message)
         return self._steps[alike]
 
-    def _bytes(self, layout: Layout, itemsize: int) -> int:
-        """Bytes of a layout on the fullest device, the one at coordinate 0."""
-        return math.prod(layout.local_shape(self.mesh, (0,) * len(self.mesh.shape))) * itemsize
+    def _uncut(self, step: Step, before: Layout) -> int:
+        """Elements on the fullest device of a layout from which a step goes, where its axis does not cut them."""
+        gathered = (
+            before.with_row(step.dim, before.rows[step.dim].without(step.axis))
+            if step.kind in ("all_gather", "all_to_all")
+            else before
+        )
+        assert gathered is not None, (step, before)
+        return self._elements(gathered)
+
+    def _elements(self, layout: Layout) -> int:
+        """Elements of a layout on the fullest device, the one at coordinate 0."""
+        return math.prod(layout.local_shape(self.mesh, (0,) * len(self.mesh.shape)))
 
 
 def steps_from(state: Layout, cuts: Sequence[Placement], mesh: DeviceMesh) -> Iterator[Step]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.solver.eliminate import minimise
+from autopar.solver.eliminate import Found, minimise
 from autopar.solver.limits import LIMITS
 from autopar.solver.lowest_peak import LowestPeak, lowest_peak
 from autopar.solver.points import Point, Points
@@ -67,7 +67,14 @@ class Budgeted:
         is_rough: bool = False,
     ) -> tuple[Point, float]:
         """The plan of least seconds (times `of_time`) and priced bytes, and a lower bound of their sum."""
-        found = minimise(self.tables.problem(prices, of_time, exposed), tries=1, is_rough=is_rough)
+
+        def least() -> Found:
+            return minimise(self.tables.problem(prices, of_time, exposed), tries=1, is_rough=is_rough)
+
+        space = self.space
+        what = "least", of_time, None if exposed is None else tuple(exposed), is_rough
+        has_prices = any(price > 0 for price in prices.values())
+        found = least() if has_prices else space.known(what, (space.sites, space.edges, space.windows), least)
         return self.point(found.picked), found.bound
 
     def closest(self, prices: Prices) -> Point:

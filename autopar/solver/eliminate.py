@@ -17,7 +17,7 @@ import numpy as np
 from autopar.graph.layers import block
 from autopar.solver.elimination import Elimination, TooWide
 from autopar.solver.limits import LIMITS
-from autopar.solver.tables import Problem
+from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space
 
 _LIMITS = LIMITS.elimination
@@ -173,3 +173,8 @@ def regions_of(space: Space) -> list[list[int]]:
         if i not in leaves:
             found.setdefault(name, []).append(i)
     return [sites for sites in found.values() if len(sites) > 1]
+
+
+def factors_of(space: Space) -> list[Factor]:
+    """The tables of the seconds of a space's conversions."""
+    return [Factor((e.source, e.target), (e.given_by, e.taken_by), e.seconds) for e in space.edges]

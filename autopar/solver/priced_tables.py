@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.once import Once
-from autopar.solver.eliminate import regions_of
+from autopar.solver.eliminate import factors_of, regions_of
 from autopar.solver.tables import Factor, Problem
 from autopar.space.space import Space
 
@@ -21,8 +21,10 @@ class PricedTables:
         self.kind_of = kind_of  # the kind of each window
         self.rows: dict[int, tuple[dict[int, np.ndarray], dict[int, np.ndarray]]] = {}  # time -> its row
         self._alike: dict[bytes, np.ndarray] = {}
-        self._regions = regions_of(space)
-        self._shapes = Once()
+        of = space.sites, space.edges
+        self._regions = space.known("regions", of, lambda: regions_of(space))
+        self._unpriced = space.known("factors", of, lambda: factors_of(space))
+        self._shapes: Once = space.known("shapes", of, Once)
 
     def problem(
         self,
@@ -38,9 +40,11 @@ class PricedTables:
         """
         once = Once()
 
-        def priced(base: np.ndarray, extras: list[tuple[float, np.ndarray]]) -> np.ndarray:
+        def priced(base: np.ndarray, extras: list[tuple[float, np.ndarray]] | None) -> np.ndarray:
+            if extras is None and of_time == 1.0:
+                return base
             by, tables = zip(*extras, strict=True) if extras else ((), ())
-            return once(by, (base, *tables), lambda: _times(base, of_time) + sum(p * b for p, b in extras))
+            return once(by, (base, *tables), lambda: _times(base, of_time) + sum(p * b for p, b in extras or ()))
 
         rows = [(price, self.row(t)) for t, price in sorted(prices.items()) if price > 0]
         on_sites: dict[int, list[tuple[float, np.ndarray]]] = {}
@@ -59,11 +63,11 @@ class PricedTables:
         for k, e in enumerate(self.space.edges) if converted > 1 else ():
             if e.ahead is None:
                 on_edges.setdefault(k, []).append((converted - 1, e.seconds))
-        costs = [priced(s.seconds, on_sites.get(i, [])) for i, s in enumerate(self.space.sites)]
-        tables = [priced(e.seconds, on_edges.get(k, [])) for k, e in enumerate(self.space.edges)]
+        costs = [priced(s.seconds, on_sites.get(i)) for i, s in enumerate(self.space.sites)]
+        tables = [priced(e.seconds, on_edges.get(k)) for k, e in enumerate(self.space.edges)]
         factors = [
-            Factor((e.source, e.target), (e.given_by, e.taken_by), table)
-            for e, table in zip(self.space.edges, tables, strict=True)
+            f if f.table is table else Factor(f.scope, f.classes, table)
+            for f, table in zip(self._unpriced, tables, strict=True)
         ]
         return Problem(costs, factors, self._regions, shapes=self._shapes)
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from autopar.letters import Infeasible
 from autopar.solver.budget import Budgeted, Outcome
-from autopar.solver.eliminate import minimise, regions_of
+from autopar.solver.eliminate import factors_of, minimise, regions_of
 from autopar.solver.figures import budget_for, size
 from autopar.solver.integer import optimise, smallest
 from autopar.solver.limits import LIMITS
@@ -32,7 +32,7 @@ from autopar.solver.offload import Room
 from autopar.solver.points import Point
 from autopar.solver.polish import polished
 from autopar.solver.standing_bytes import least_standing, standing
-from autopar.solver.tables import Factor, Problem
+from autopar.solver.tables import Problem
 from autopar.solver.ties import settled
 from autopar.space.space import Space
 
@@ -269,8 +269,7 @@ def _with(found: Findings, point: Point, budget: float) -> Findings:
 
 def problem_of(space: Space) -> Problem:
     """The space as a sum of tables for elimination."""
-    factors = [Factor((e.source, e.target), (e.given_by, e.taken_by), e.seconds) for e in space.edges]
-    return Problem([s.seconds for s in space.sites], factors, regions_of(space))
+    return Problem([s.seconds for s in space.sites], factors_of(space), regions_of(space))
 
 
 def over_budget(task: Task, lowest: Point | None = None, needs: float = 0.0) -> Infeasible:

@@ -49,7 +49,7 @@ def windows_of(
     moved: dict[OpsBeside, list[tuple[int, np.ndarray]]] = {}
 
     def put(transit: Transit, way: str, every: bool, edge: int, table: np.ndarray) -> None:
-        if tables.hidden and table.any() and transit.beside is not None:
+        if tables.hidden and transit.beside is not None and tables.is_any(table):
             moved.setdefault(OpsBeside(transit.beside, way, every), []).append((edge, tables.share(table)))
 
     for k, (op, gather, reduction, is_before) in movements.items():
@@ -96,6 +96,10 @@ class WindowTables:
 
         return self.once(("on edge", mask.tobytes()), (edge.given, edge.given_by, seconds), made)
 
+    def is_any(self, table: np.ndarray) -> bool:
+        """Whether a table has a second that is not zero."""
+        return self.once("any", (table,), lambda: bool(table.any()))
+
     def share(self, table: np.ndarray) -> np.ndarray:
         """The share of a table's seconds that can be hidden."""
         if self.hidden == 1:
@@ -104,5 +108,5 @@ class WindowTables:
 
     def compute(self, sites: Sequence[Site], ops: Sequence[int], way: int) -> tuple[tuple[int, np.ndarray], ...]:
         """Compute seconds of these ops in one direction, by choice; ops without any are left out."""
-        computing = [i for i in ops if sites[i].compute and sites[i].compute[way].any()]
+        computing = [i for i in ops if sites[i].compute and self.is_any(sites[i].compute[way])]
         return tuple((i, self.share(sites[i].compute[way])) for i in computing)

@@ -114,7 +114,7 @@ def uncounted(
         wiring.sites,
         wiring.edges,
         edges.conversions,
-        graph.digest,
+        shared.of_graph("digest", (graph,), lambda: graph.digest),
         None,
         windows,
         told,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from autopar.once import Once
 from autopar.sharding.convert import ShapeConsistencyManager
 from autopar.sharding.placement import Flow, Sharding
 from autopar.sharding.strategies import Choice, values
@@ -254,6 +255,8 @@ class Space:
     kernels: KernelSites | None = None  # None without a graph
     # ops whose forward runs before the first of several micro-batches, unless their choice drops what it makes
     once: frozenset[str] = frozenset()
+    # Findings about choices and seconds alone. A space whose bytes are counted later keeps them.
+    known: Once = field(default_factory=Once)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
