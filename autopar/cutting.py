@@ -34,13 +34,13 @@ from autopar.stages.asked import Asked
 from autopar.stages.blocks import ByBlock, Units
 from autopar.stages.held import most_held
 from autopar.stages.levels import InFlight
-from autopar.stages.orders import ORDERS, Order
+from autopar.stages.orders import ON_A_V, ORDERS, Order
 from autopar.stages.pipeline import Pipeline, StageFigures
 from autopar.stages.search import Atoms, Block, Choice, Slow, best_cuts
 from autopar.stages.simulate import simulated
 
-_ON_A_V = ("zb-v", "dualpipe-v")  # orders with two stages on each coordinate
 _WHOLE = ("gpipe", "1f1b", "interleaved")  # orders whose backward is whole, so that all of it hides copies
+_OF_LITTLE_MEMORY = ("v-half", "v-min")  # orders that others are faster than where they fit
 _OF_ANY_NUMBER = ("gpipe", "interleaved", "greedy")  # orders with as many stages on each coordinate as there are
 
 
@@ -263,7 +263,8 @@ class Cutting:
     ) -> Choice:
         """The fastest cut and order that fit; if `of_whole`, of those whose backward is whole."""
         asked = self.asked
-        names = [name for name in ORDERS if name != "gpipe"] if asked.schedule == "auto" else [asked.schedule]
+        left_out = ("gpipe", *(_OF_LITTLE_MEMORY if math.isinf(room) else ()))
+        names = [name for name in ORDERS if name not in left_out] if asked.schedule == "auto" else [asked.schedule]
         names = [name for name in names if name in _WHOLE or not of_whole]
         each = len(self.starts) // self.coordinates if asked.cuts else asked.stages_each
         if asked.cuts or (each and asked.schedule != "auto"):
@@ -321,7 +322,7 @@ def _once(found: ByBlock, ends: Sequence[tuple[int, int]], place: Sequence[int])
 
 def _has(name: str, each: int) -> bool:
     """Whether an order can have `each` stages on a coordinate."""
-    return name in _OF_ANY_NUMBER or each == (2 if name in _ON_A_V else 1)
+    return name in _OF_ANY_NUMBER or each == (2 if name in ON_A_V else 1)
 
 
 def _moved(found: ByBlock, atoms: Atoms, order: Order, cut: Sequence[int], room: float) -> list[tuple[int, int, float]]:
@@ -349,7 +350,7 @@ def starts_of(names: Sequence[str], asked: Asked) -> list[int]:
     """The blocks at which a stage may begin: where the caller says, or any."""
     blocks = len(names)
     if not asked.cuts:
-        each = asked.stages_each or (2 if asked.schedule in ("interleaved", *_ON_A_V) else 1)
+        each = asked.stages_each or (2 if asked.schedule in ("interleaved", *ON_A_V) else 1)
         if blocks < int(asked.size) * each:
             how = "" if each == 1 else f", {each} on each of {asked.size} coordinates (schedule {asked.schedule!r})"
             raise NotServed(

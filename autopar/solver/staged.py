@@ -32,6 +32,8 @@ _NAMES = {
     "zero-bubble": "zero bubble",
     "zb-v": "ZB-V",
     "dualpipe-v": "DualPipeV",
+    "v-half": "V-half",
+    "v-min": "V-min",
     "greedy": "an order of its own",
 }
 FORMS = "F forward, B backward, I backward to what came in, W backward of parameters, . waits"

@@ -1,4 +1,7 @@
-"""A list scheduler with split backward: what may begin first runs first; then gradients, forwards, the rest last."""
+"""A list scheduler with split backward: what may begin first runs first; then gradients, forwards, the rest last.
+
+Where the order of forwards and gradients is given, it finds the places of the rest.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,28 @@ _KINDS = "IFW"  # The first goes first where several may begin at one time.
 _STEPS = {"F": 1, "I": -1}  # The stage that waits for a forward is the next, for gradients the one before.
 
 
-def listed(place: tuple[int, ...], turns: int, prices: Prices, caps: Sequence[int]) -> Order:
+Fixed = Sequence[Sequence[tuple[str, int]]]  # kinds and stages of each coordinate, without those of W
+
+
+def listed(
+    place: tuple[int, ...], turns: int, prices: Prices, caps: Sequence[int], fixed: Fixed | None = None
+) -> Order:
     """The order in which no coordinate holds more than `caps` turns of stages between their F and their W.
 
-    Caps are raised where they leave nothing to run: where stages of one coordinate share a channel, what others wait
-    for may have come behind what the caps keep out.
+    With `fixed`, all F and I of a coordinate run in that order. Caps are raised where they leave nothing to run: where
+    stages of one coordinate share a channel, what others wait for may have come behind what the caps keep out.
     """
-    while (order := _Listing(place, turns, prices, caps).order()) is None:
+    while (order := _Listing(place, turns, prices, caps, fixed).order()) is None:
         caps = [cap + 1 for cap in caps]
     return order
 
 
 class _Listing:
-    def __init__(self, place: tuple[int, ...], turns: int, prices: Prices, caps: Sequence[int]) -> None:
+    def __init__(
+        self, place: tuple[int, ...], turns: int, prices: Prices, caps: Sequence[int], fixed: Fixed | None
+    ) -> None:
         stages = range(len(place))
+        self.fixed = None if fixed is None else [deque(of_one) for of_one in fixed]
         self.place = place
         self.turns = turns
         self.prices = prices
@@ -63,10 +74,13 @@ class _Listing:
     def _best(self, r: int) -> tuple[float, int, int]:
         """Start, rank of the kind, and negated stage of what coordinate `r` may run next."""
         found = [(math.inf, 0, 0)]
+        following = None if self.fixed is None else next(iter(self.fixed[r]), None)
         for later, s in enumerate(reversed(self.own[r])):
             # A slot is left for each later stage of the coordinate: what waits there ends the turns that are held.
-            is_full = self.held[r] >= self.caps[r] - later
+            is_full = self.held[r] >= self.caps[r] - (later if self.fixed is None else 0)
             for rank, kind in enumerate(_KINDS):
+                if self.fixed is not None and kind != "W" and (kind, s) != following:
+                    continue
                 turn = self.next[kind][s]
                 queue = self.queues.get((kind, s))
                 is_there = turn < len(self.came[kind][s]) and (not queue or queue[0] == s)
@@ -76,6 +90,8 @@ class _Listing:
 
     def _run(self, kind: str, stage: int, start: float) -> None:
         r = self.place[stage]
+        if self.fixed is not None and kind != "W":
+            self.fixed[r].popleft()
         end = self.free[r] = start + self.prices.stages[stage].of(kind)
         self.actions[r].append(Action(kind, stage, self.next[kind][stage]))
         self.next[kind][stage] += 1

@@ -2,7 +2,7 @@
 
 Those on a looped place are one maker: GPipe, 1F1B, interleaved 1F1B and zero bubble differ in how many forwards run
 before the first backward, and in how many weights' gradients are put off. Those on a V are the phases of a coordinate,
-as text.
+as text, or the slots of one turn, which all others repeat.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.letters import NotServed, among
 from autopar.stages.actions import Action, Order, Prices, StagePrices
 from autopar.stages.greedy import listed
 
-__all__ = ["CAPPED", "ORDERS", "Action", "Order", "Prices", "StagePrices", "order_of"]
+__all__ = ["CAPPED", "ON_A_V", "ORDERS", "Action", "Order", "Prices", "StagePrices", "order_of"]
 
 
 def order_of(
@@ -121,6 +121,53 @@ def _on_a_v(phases: Callable[[int, int, int], str]) -> _Maker:
     return made
 
 
+def _v_half(p: int, r: int) -> tuple[int, int, int, int]:
+    """Slots of V-half: turns go down the coordinates at half the speed at which they come up."""
+    later = 3 * p + 3 * (p % 2 == 0)
+    return 2 * r, 3 * p - r - 2, later + 2 * r - 1, later + 3 * p - r - 2
+
+
+def _v_min(p: int, r: int) -> tuple[int, int, int, int]:
+    """Slots of V-min: turns go down and up the coordinates without a pause."""
+    later = 2 * p + 2 * (p % 3 == 0)
+    return r, 2 * p - r - 1, later + r, later + 2 * p - r - 1
+
+
+def _in_slots(slots: Callable[[int, int], tuple[int, int, int, int]], period: int = 6) -> _Maker:
+    """Orders in which each turn repeats the slots of the one before, a `period` later.
+
+    A period has a slot of equal length for each action of a turn. `slots` has those of a coordinate's first F, second
+    F, second I and first I. No two of them are the same modulo the period, so turns never meet, and each W has one of
+    the two slots that are left. So a coordinate holds as many turns as begin from an F to its W. Where less is held, at
+    the beginning and the end, a W runs in the first slot that is idle.
+    """
+
+    def most_held(down: int, up: int, back_up: int, back_down: int) -> int:
+        taken = {slot % period for slot in (down, up, back_up, back_down)}
+        held = [0] * period
+        for begins, late in ((up, back_up + 1), (down, back_down + 1)):
+            while late % period in taken:
+                late += 1
+            taken.add(late % period)
+            for slot in range(begins, late + 1):
+                held[slot % period] += 1
+        return max(held)
+
+    def made(p: int, n: int, each: int, prices: Prices | None, caps: Sequence[int] | None) -> Order:
+        fixed: list[list[tuple[str, int]]] = []
+        most = []
+        for r in range(p):
+            actions = ("F", r), ("F", 2 * p - 1 - r), ("I", 2 * p - 1 - r), ("I", r)
+            begins = [*zip(slots(p, r), actions, strict=True)]
+            every = sorted((slot + period * turn, action) for turn in range(n) for slot, action in begins)
+            fixed.append([action for _, action in every])
+            most.append(most_held(*slots(p, r)))
+        unit = Prices((StagePrices(1.0, 1.0, 1.0),) * (2 * p))
+        return listed((*range(p), *reversed(range(p))), n, unit, most, fixed)
+
+    return made
+
+
 def _by_prices(p: int, n: int, each: int, prices: Prices | None, caps: Sequence[int] | None) -> Order:
     """Stages go to and fro over the coordinates; unless capped, each holds what the first of 1F1B does."""
     place = tuple(s % p if s // p % 2 == 0 else p - 1 - s % p for s in range(p * each))
@@ -134,6 +181,9 @@ ORDERS: Mapping[str, _Maker] = {
     "zero-bubble": _looped(lambda behind: behind, is_split=True),
     "zb-v": _on_a_v(_zb_v),
     "dualpipe-v": _on_a_v(_dualpipe_v),
+    "v-half": _in_slots(_v_half),
+    "v-min": _in_slots(_v_min),
     "greedy": _by_prices,
 }
+ON_A_V = ("zb-v", "dualpipe-v", "v-half", "v-min")  # Orders with two stages on each coordinate.
 CAPPED = ("1f1b", "zero-bubble", "greedy")

@@ -16,7 +16,7 @@ from autopar.stages.bounds import Atoms, Block, CutsByBound, bound, condition_of
 from autopar.stages.chains import Chains
 from autopar.stages.levels import InFlight, Levels, Picks
 from autopar.stages.limits import LIMITS
-from autopar.stages.orders import CAPPED, order_of
+from autopar.stages.orders import CAPPED, ON_A_V, order_of
 from autopar.stages.simulate import Run, Steps, most_turns, simulated
 
 __all__ = ["Atoms", "Block", "Choice", "best_cuts", "bound"]
@@ -66,7 +66,7 @@ def best_cuts(
     stage has one of them. Raises `Slow` where those that fit are found to take `known` seconds or more.
     """
     search = _Search((atoms, *levels), coordinates, turns, budget, known)
-    each = {"gpipe": stages_each or 1, "interleaved": stages_each or 2, "zb-v": 2, "dualpipe-v": 2}
+    each = {"gpipe": stages_each or 1, "interleaved": stages_each or 2, **dict.fromkeys(ON_A_V, 2)}
     tried: list[_Tried] = []
     for name in names:
         tried += search.best(name, each.get(name, 1)) if name != "greedy" else []

@@ -22,6 +22,8 @@ CASES = [
     ("decoder", (4, 1), "1f1b", 8, "zero3"),
     ("decoder", (2, 2), "zb-v", 8, "megatron"),
     ("decoder", (2, 2), "dualpipe-v", 4, None),
+    ("encoder and decoder", (2, 2), "v-half", 4, "zero1"),
+    ("twice", (2, 2), "v-min", 4, None),
     ("decoder", (2, 2), "gpipe", 2, "zero3"),
     ("decoder", (2, 1, 2), "greedy", 4, "megatron"),
     ("encoder and decoder", (4, 1), "1f1b", 4, None),

@@ -70,6 +70,15 @@ def test_turns_in_flight_are_the_published_ones():
     assert held("zb-v") == [4] * 4 and held("dualpipe-v") == [4.5] * 4
 
 
+@pytest.mark.parametrize("p, n", [(2, 8), (4, 8), (5, 20), (8, 16), (11, 33), (16, 32)])
+def test_orders_of_little_memory_hold_and_wait_what_their_paper_says(p, n):
+    """arXiv 2405.15362: about half of 1F1B's memory and wait, and a third of its memory at two thirds of its wait."""
+    for name, held, least, most in (("v-half", p // 2 + 1, 0.4, 0.5), ("v-min", (p + 4) // 3, 0.5, 0.75)):
+        run = simulated(order_of(name, p, n), equal_prices(2 * p, 0.5))
+        assert max(run.in_flight) / 2 == held
+        assert least <= (run.seconds - 3 * n) / (3 * (p - 1)) <= most
+
+
 @pytest.mark.parametrize("name", ("1f1b", "zero-bubble", "greedy"))
 def test_caps_are_kept_to(name):
     draw = random.Random(5)
