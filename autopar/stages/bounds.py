@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 
 from autopar.stages.actions import Prices, StagePrices
+from autopar.stages.limits import LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,28 @@ def bound(
     if stages_each > 1:
         forward, inward, weights = (atoms.sums(kind)[-1] for kind in ("forward", "inward", "weights"))
         turn = forward + inward + (0.0 if is_split else weights)
-        return max(turns * (forward + inward + weights) / coordinates, turn)
+        return max(turns * least_busiest(atoms.blocks, coordinates), turn)
     condition = condition_of(atoms, coordinates, turns, is_split)
     held = caps or (turns,) * coordinates
     return CutsByBound(len(atoms.blocks), coordinates, lambda r, a, z: condition(r, a, z, held[r])).least[0][0]
+
+
+def least_busiest(blocks: Sequence[Block], coordinates: int) -> float:
+    """Seconds of a turn that the busiest coordinate works at least, whichever whole blocks each has.
+
+    In some seconds a coordinate has room for no more blocks than for smallest ones, and that of the largest block for
+    fewer beside it. There has to be room for all.
+    """
+    *others, largest = sorted(block.forward + block.inward + block.weights for block in blocks)
+    sums = list(accumulate(others, initial=0.0))
+
+    def has_room(limit: float) -> bool:
+        with_rounding = limit * (1 + LIMITS.rounding)
+        each, beside = (bisect_right(sums, free) - 1 for free in (with_rounding, with_rounding - largest))
+        return beside >= 0 and (coordinates - 1) * each + beside >= len(others)
+
+    limits = sorted((*sums, *(largest + seconds for seconds in sums)))
+    return max((sums[-1] + largest) / coordinates, limits[bisect_left(limits, True, key=has_room)])
 
 
 def condition_of(atoms: Atoms, p: int, n: int, is_split: bool) -> Callable[[int, int, int, float], float]:
