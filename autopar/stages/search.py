@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.letters import Infeasible
 from autopar.stages.actions import Order, Prices, StagePrices
-from autopar.stages.bounds import Atoms, Block, CutsByBound, bound, condition_of
+from autopar.stages.bounds import Atoms, Block, CutsByBound, bound, condition_of, least_busiest
 from autopar.stages.chains import Chains
 from autopar.stages.levels import InFlight, Levels, Picks
 from autopar.stages.limits import LIMITS
@@ -65,6 +65,9 @@ def best_cuts(
     made for the best cuts of the others. `levels` are the same blocks where they save less, one after the other: each
     stage has one of them. Raises `Slow` where those that fit are found to take `known` seconds or more.
     """
+    least = turns * least_busiest(atoms.blocks, coordinates)
+    if least >= known:
+        raise Slow(least)
     search = _Search((atoms, *levels), coordinates, turns, budget, known)
     each = {"gpipe": stages_each or 1, "interleaved": stages_each or 2, **dict.fromkeys(ON_A_V, 2)}
     tried: list[_Tried] = []
@@ -75,7 +78,7 @@ def best_cuts(
         listed = [search.tried("greedy", cut, known) for cut in cuts if min(cut)]
         tried += [one for one in listed if one is not None and search.is_fast(one.seconds)]
     if not tried and search.is_slow:
-        raise Slow(search.open)
+        raise Slow(max(search.open, least))
     if not tried:
         raise Infeasible(f"no cut into stages on {coordinates} coordinates fits in {budget:.4g} bytes a device")
     return search.choice(min(tried, key=lambda one: one.seconds))
