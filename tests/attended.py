@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from autopar.runtime.collectives import Axis
 from autopar.runtime.sees import Sees
 
 BATCH, HEADS, GROUPS, WIDTH, OF_VALUES = 2, 4, 2, 8, 6
@@ -54,3 +57,14 @@ def eager(query, key, value, documents, counts, sinks, sees: Sees):
     is_blind = scores.isinf().all(-1, keepdim=True)
     weights = torch.where(is_blind, 0.0, scores.masked_fill(is_blind, 0.0).softmax(-1))
     return weights[..., :rows] @ value
+
+
+def axes_of(mesh: tuple[int, ...], rank: int) -> dict[str, Axis]:
+    """The axes of a mesh of the first ranks, at one of them; every rank makes all groups."""
+    ranks, axes = np.arange(math.prod(mesh)).reshape(mesh), {}
+    for i, size in enumerate(mesh):
+        for line in np.moveaxis(ranks, i, -1).reshape(-1, size).tolist():
+            group = dist.new_group(line)
+            if rank in line:
+                axes["ab"[i]] = Axis("ab"[i], size, line.index(rank), group)
+    return axes

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -28,6 +29,7 @@ from autopar.ops.local import Form, Here, OpCall, cuts
 from autopar.ops.rows import parse
 from autopar.runtime import forms
 from autopar.runtime.attention import attention_on_device, leading_dims, with_batch_and_heads
+from autopar.runtime.attention_bytes import Shapes, bytes_of_attention
 from autopar.runtime.dealing import HALVES, WORK, Cutting, Setup
 from autopar.runtime.halos import has_halo, largest_halo, rows_of_halo
 from autopar.runtime.private import plays_all_ranks
@@ -349,38 +351,52 @@ def work(call: OpCall) -> tuple[str, str]:
 def work_of_part(call: OpCall, held: Sequence[tuple[int, ...]], kind: str, here: Here) -> tuple[int, int]:
     """Temporary bytes of autopar's own form, forward and backward, beyond results and gradients.
 
-    A GPU has no fused kernel for float64, and none bends scores: a part of them is in memory. Where keys have a halo,
-    what is sent and what comes is in memory before, and with the halo's gradients behind. Counted, op by op.
+    They are counted, but where documents decide. Where keys have a halo, what is sent and what comes is in memory
+    before, and with the halo's gradients behind.
     """
     if call.op != DESCRIBED and not is_by_parts(here, call):
         return 0, 0
     how = setup_at(here, call)
-    sees = sees_of(call)
     query, key, value = held[:3]
-    item = call.arguments["query"].itemsize
-    own = item * max(query[-1], value[-1]) * math.prod(key[:-1])
+    type_ = call.arguments["query"]
+    own = type_.itemsize * max(query[-1], value[-1]) * math.prod(key[:-1])
     keys = own * keys_at_once(call, here) / max(1, key[-2])
-    is_plain_window = sees.left is not None and not (sees.chunk or sees.softcap or how.dealt or how.given[0])
-    if kind == "cpu" and is_plain_window:
-        forward, backward = _in_blocks(call, held, keys_at_once(call, here))
-    else:
+    if how.given[0] or how.given[1] or sees_of(call).chunk:
         forward, backward = _in_tiles(call, how, (held[0], keys, own), kind)
-    if sees.softcap is not None or (kind, call.arguments["query"].dtype) == ("cuda", "float64"):
-        scores = max(4, item) * min(SIZES.scores, math.prod(query[:-1]) * key[-2])
-        forward += 2 * scores
-        backward += 2.5 * scores
+    else:
+        shapes = Shapes(*((math.prod(shape[:-3]), *shape[-3:]) for shape in _with_heads(query, key, value)))
+        counted = bytes_of_attention(shapes, getattr(torch, type_.dtype), how, _kernel(call, kind))
+        forward, backward = map(float, counted)
+    rows = type_.itemsize * max(query[-1], value[-1]) * math.prod(query[:-1])
+    if how.dealt:  # What went back to where rows lie is free by then: the results as they were dealt are kept.
+        backward = max(0.0, backward - rows)
     if has_halo(how):
         forward = max(forward, 4 * (keys - own))
         backward = max(backward + 2 * (keys - own), 2 * keys + 4 * (keys - own))
     return int(forward), int(backward)
 
 
+def _with_heads(*shapes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Shapes that have heads; one without has one."""
+    return (shape if len(shape) > 2 else (1, *shape) for shape in shapes)
+
+
+def _kernel(call: OpCall, kind: str) -> str:
+    """The kernel that a kind of device has for a call; none bends scores."""
+    dtype = call.arguments["query"].dtype
+    if sees_of(call).softcap is not None:
+        return ""
+    if kind == "cpu":
+        return "cpu"
+    return {"float64": "", "float32": "efficient"}.get(dtype, "flash")
+
+
 def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float, int], kind: str) -> tuple[float, float]:
-    """Temporary bytes of calls of kernels, from the shape of queries and the bytes of keys.
+    """Temporary bytes of calls of kernels on documents, from the shape of queries and the bytes of keys.
 
     These are all that a kernel reads at once, and those that lie on the device. Results of several calls are merged in
     the dtype of accumulation, in which gradients are added up, too. In a ring the next keys and values arrive
-    meanwhile, in backward with gradients on their way.
+    meanwhile, in backward with gradients on their way. Counted, op by op, where documents had drawn lengths.
     """
     query, keys, own = held
     sees = sees_of(call)
@@ -388,10 +404,8 @@ def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float, int]
     rows = item * max(query[-1], call.arguments["value"].shape[-1]) * math.prod(query[:-1])
     wide = max(4, item) / item
     is_told = how.given[0] or bool(sees.chunk)
-    is_merged = bool(how.cuts or how.given[1] or sees.left)
-    before = 1 - 1 / (2 * how.parts) if how.dealt == HALVES else 1.0  # share of keys before the last piece of queries
-    tile = rows / 2 + 2 * before * keys if is_merged and not is_told else rows / 4 + keys / 4
-    forward = rows * (wide**2 + 0.2 if is_merged and not is_told else wide * (wide - 1) + 0.3)
+    tile = rows / 4 + keys / 4 if is_told else rows / 2 + 2 * keys
+    forward = rows * (wide * (wide - 1) + 0.3 if is_told else wide**2 + 0.2)
     if how.rings and not has_halo(how):
         forward += 4.6 * keys
         backward = (3 + 8 * wide) * keys + 1.1 * wide * rows
@@ -399,12 +413,8 @@ def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float, int]
             padded = 2 * keys * bool(how.keys % how.parts)  # Parts are gathered in one size, and cut.
             forward += padded + 6 * own
             backward += padded + 4 * own + (keys + own if len(steps_of(how)) > 2 else -keys)
-    elif is_merged or is_told:
-        backward = max((wide - 1) * (rows + 2 * keys) + tile, (wide > 1) * (wide * rows + 2 * (wide - 1) * keys))
     else:
-        backward = 1.15 * rows
-    if how.dealt:  # What went back to where rows lie is free by then: the results as they were dealt are kept.
-        backward = max(0.0, backward - rows)
+        backward = max((wide - 1) * (rows + 2 * keys) + tile, (wide > 1) * (wide * rows + 2 * (wide - 1) * keys))
     if kind == "cuda" and is_told and how.cuts:  # Segments are brought end to end.
         forward += rows + 2 * keys
         backward += 3 * rows + 2 * keys
@@ -412,31 +422,11 @@ def _in_tiles(call: OpCall, how: Setup, held: tuple[tuple[int, ...], float, int]
         masks, copies = _on_cpu(how, sees, item, (rows, keys))
         forward += masks
         backward += copies
+    if not _kernel(call, kind):  # Scores of a part are in memory.
+        scores = max(4, item) * min(SIZES.scores, math.prod(query[:-1]) * round(keys / max(1, own)) * how.keys)
+        forward += 2 * scores
+        backward += 2.5 * scores
     return forward, backward
-
-
-def _in_blocks(call: OpCall, held: Sequence[tuple[int, ...]], keys: int) -> tuple[float, float]:
-    """Temporary bytes where queries of a window are taken block by block, with a mask for each.
-
-    Backward computes in the dtype of accumulation: it has copies of a block's five operands and its three gradients,
-    and the kernel one more tensor for keys. What one block gives is added to that of others. Counted, op by op.
-    """
-    query, key, value = held[:3]
-    left, right = sees_of(call).band
-    item = call.arguments["query"].itemsize
-    accumulate = max(4, item)
-    block = min(SIZES.block, query[-2])
-    seen = min(block + left + right, keys)
-    of_rows, of_keys = (max(query[-1], value[-1]) * math.prod(shape[:-2]) for shape in (query, key))
-    merged = of_rows * query[-2] * (query[-2] > block and accumulate > item)
-    mask = (item + 1) * block * seen
-    forward = max(mask + (accumulate - item) * merged, accumulate * merged)
-    gradients = accumulate * (block * of_rows + 3 * seen * of_keys)
-    if accumulate == item:
-        return forward, max(mask, item * block * seen + gradients)
-    copies = accumulate * (3 * block * of_rows + 2 * seen * of_keys)
-    added = (accumulate - item) * (of_rows * query[-2] + 2 * of_keys * keys)
-    return forward, accumulate * block * seen + gradients + copies + added
 
 
 def _on_cpu(how: Setup, sees: Sees, item: int, nbytes: tuple[float, float]) -> tuple[float, float]:
@@ -444,7 +434,7 @@ def _on_cpu(how: Setup, sees: Sees, item: int, nbytes: tuple[float, float]) -> t
     rows, keys = nbytes
     is_told = how.given[0] or bool(sees.chunk)
     masks = 0 if sees.left is None else (item + 1) * SIZES.block * (SIZES.block + min(sees.left, how.keys))
-    part = 0.25 if is_told else 1.0 if how.dealt != HALVES else 0.9 if how.rings else 0.6
+    part = 0.25 if is_told else 1.0
     copies = part * 6 * rows + (part if is_told else 1.5) * 4 * keys
     return masks, copies if item < 4 else 0.0
 

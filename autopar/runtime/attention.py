@@ -105,7 +105,7 @@ class Given:
 # -- what a device computes
 
 
-class _Attention:
+class AttentionOnDevice:
     """One call on one device."""
 
     def __init__(self, tensors: Sequence[Tensor], axes: Sequence[Axis], setup: str) -> None:
@@ -334,14 +334,14 @@ def attention_forward(tensors: Sequence[Tensor], axes: Sequence[Axis], setup: st
 
     `tensors` are queries, keys, values, and of documents, counts and sinks what there is.
     """
-    return _Attention(tensors, axes, setup).forward()
+    return AttentionOnDevice(tensors, axes, setup).forward()
 
 
 def attention_backward(
     tensors: Sequence[Tensor], axes: Sequence[Axis], made: Sequence[Tensor], gradient: Tensor, setup: str
 ) -> list[Tensor]:
     """Gradients of queries, keys and values, and of sinks where there are any."""
-    return _Attention(tensors, axes, setup).backward(made[0], made[1], gradient)
+    return AttentionOnDevice(tensors, axes, setup).backward(made[0], made[1], gradient)
 
 
 def deal(

@@ -144,10 +144,17 @@ class Deal:
         self._lies = coordinates(rows, self.cuts)
         self._goes = self._lies if owners is None else _targets(how, owners, rows, len(self.cuts) if of_keys else None)
         self._here = {cut.axis: cut.place for cut in self.cuts}
+        self._held: dict[Any, np.ndarray] = {}  # Each step of a ring asks again.
         self.stages = [] if owners is None else [self._stage(i) for i in range(len(self.cuts))]
 
     def held(self, place: dict[str, int], done: int | None = None) -> np.ndarray:
         """The rows of a device once so many axes have exchanged theirs, by default all."""
+        key = done, tuple(place[cut.axis] for cut in self.cuts)
+        if key not in self._held:
+            self._held[key] = self._found(place, done)
+        return self._held[key]
+
+    def _found(self, place: dict[str, int], done: int | None) -> np.ndarray:
         is_there: np.ndarray = np.ones(self.rows, bool)
         for i, cut in enumerate(self.cuts):
             by = self._goes if done is None or i < done else self._lies

@@ -32,6 +32,8 @@ class Sizes:
     scores: int = 1 << 24  # scores that are in memory at once where attention is written out
     # Pieces of a device where queries are dealt by work. Documents of drawn lengths then differ by a few percent.
     pieces: int = 16
+    # Devices of a ring as long as which any is counted: a first step, a second, a last, and others, all like a third.
+    ring: int = 4
 
 
 SIZES = Sizes()

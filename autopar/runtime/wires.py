@@ -62,7 +62,7 @@ class Wire:
         comes = self._to((self.index - by) % self.axis.size, made)
         # Backends send nothing where nothing is to be sent: it costs what a send and a receive cost.
         flat = made.view(-1), sent.view(-1)
-        work = dist.all_to_all_single(*flat, comes, sends, group=self.axis.group, async_op=True)
+        work = self._exchange(*flat, comes, sends)
 
         def wait(_: Tensor = sent) -> Tensor:
             wait_for(work)
@@ -78,7 +78,7 @@ class Wire:
         most = max(counts)
         sent = x.contiguous() if len(x) == most else torch.cat([x, x.new_empty((most - len(x), *x.shape[1:]))])
         made = x.new_empty((len(counts) * most, *x.shape[1:]))
-        work = gather_into(made, sent, group=self.axis.group, async_op=True)
+        work = self._gather(made, sent)
 
         def wait(_: Tensor = sent) -> Tensor:
             wait_for(work)
@@ -95,8 +95,7 @@ class Wire:
             return lambda: parts.sum(0)
         made = x.new_empty((len(counts), own, *x.shape[1:]))
         sent = x.contiguous()
-        flat = made.flatten(0, 1), sent, [own] * len(counts), list(counts)
-        work = dist.all_to_all_single(*flat, group=self.axis.group, async_op=True)
+        work = self._exchange(made.flatten(0, 1), sent, [own] * len(counts), list(counts))
 
         def wait(_: Tensor = sent) -> Tensor:
             wait_for(work)
@@ -104,9 +103,27 @@ class Wire:
 
         return wait
 
+    def _exchange(self, made: Tensor, sent: Tensor, comes: list[int], sends: list[int]) -> Any:
+        assert self.axis is not None
+        return dist.all_to_all_single(made, sent, comes, sends, group=self.axis.group, async_op=True)
+
+    def _gather(self, made: Tensor, sent: Tensor) -> Any:
+        assert self.axis is not None
+        return gather_into(made, sent, group=self.axis.group, async_op=True)
+
     def _to(self, other: int, x: Tensor) -> list[int]:
         assert self.axis is not None
         return [x.numel() if i == other else 0 for i in range(self.axis.size)]
+
+
+class UnsentWire(Wire):
+    """A wire that sends nothing, for tensors on meta: what would come has its shape."""
+
+    def _exchange(self, made: Tensor, sent: Tensor, comes: list[int], sends: list[int]) -> Any:
+        return None
+
+    def _gather(self, made: Tensor, sent: Tensor) -> Any:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +139,13 @@ EXCHANGING: dict[Any, Exchanging] = {}
 
 
 def wires_of(names: Iterable[str], axes: Sequence[Axis]) -> dict[str, Wire]:
-    """The wires along some axes, which are threads of a rehearsal where no axes are given."""
+    """The wires along some axes, which are threads of a rehearsal where no axes are given.
+
+    An axis without a group is for tensors on meta.
+    """
     by_name = {axis.name: axis for axis in axes}
-    return {name: Wire(by_name.get(name)) for name in names}
+    unsent = {axis.name for axis in axes if axis.group is None}
+    return {name: (UnsentWire if name in unsent else Wire)(by_name.get(name)) for name in names}
 
 
 def sent_by(op: Any, arguments: Sequence[Any]) -> Iterable[tuple[str, str, int]]:

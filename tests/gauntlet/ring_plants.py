@@ -16,7 +16,7 @@ from autopar.runtime.rings import Keys
 from autopar.runtime.wires import Wire
 from tests.gauntlet.plants import Patch
 
-_Call = attention._Attention
+_Call = attention.AttentionOnDevice
 
 # -- keys that go round, and their gradients
 

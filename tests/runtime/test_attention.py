@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from autopar.runtime.dealing import HALVES, WORK, Cutting, Deal, Setup, owners_o
 from autopar.runtime.halos import halo, has_halo
 from autopar.runtime.sees import Places, Sees, all_pairs
 from autopar.testing import on_processes, on_threads
-from tests.attended import BATCH, GROUPS, HEADS, OF_VALUES, WIDTH, drawn, eager
+from tests.attended import BATCH, GROUPS, HEADS, OF_VALUES, WIDTH, axes_of, drawn, eager
 
 RANKS = 4
 LENGTHS = (128, 121)
@@ -99,17 +98,6 @@ def error_of(setup: Setup, axes, name: str, rows: int) -> float:
     out, gradients = wanted(name, rows)
     whole = [out[:, :, own[False]], *(g[:, :, own[k > 0]] if k < 3 else g for k, g in enumerate(gradients))]
     return max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(found, whole, strict=True))
-
-
-def axes_of(mesh: tuple[int, ...], rank: int) -> dict[str, Axis]:
-    """The axes of a mesh of the first ranks, at one of them; every rank makes all groups."""
-    ranks, axes = np.arange(math.prod(mesh)).reshape(mesh), {}
-    for i, size in enumerate(mesh):
-        for line in np.moveaxis(ranks, i, -1).reshape(-1, size).tolist():
-            group = dist.new_group(line)
-            if rank in line:
-                axes["ab"[i]] = Axis("ab"[i], size, line.index(rank), group)
-    return axes
 
 
 def on_a_rank(rank: int, meshes=MESHES, masks=tuple(MASKS)) -> dict[tuple, float]:
