@@ -22,6 +22,7 @@ from autopar.codegen.local import LocalProgram
 from autopar.codegen.records import Records
 from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name
+from autopar.graph.nodes import converted
 from autopar.ops.entry import OPS, facts_of
 from autopar.sharding.placement import Sharding
 from autopar.space.parameter_values import ParameterValues
@@ -130,7 +131,7 @@ def copies_behind_ops(program: LocalProgram, graph: Graph) -> frozenset[str]:
     values = ParameterValues.of(graph, "")
     handed_on = {info(n).key for n in values.owners if values.is_handed_on(n)}
     every = (n for n in program.fx.nodes if n.op == "call_function" and info(n).kind == "conversion")
-    return frozenset(n.name for n in every if info(n).key.partition(" to ")[0] in handed_on)
+    return frozenset(n.name for n in every if converted(info(n).key) in handed_on)
 
 
 def _made_once(program: LocalProgram, graph: Graph, regathered: Collection[str]) -> set[fx.Node]:

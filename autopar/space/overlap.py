@@ -98,7 +98,7 @@ class WindowTables:
 
     def is_any(self, table: np.ndarray) -> bool:
         """Whether a table has a second that is not zero."""
-        return self.once("any", (table,), lambda: bool(table.any()))
+        return self.once("is any", (table,), lambda: bool(table.any()))
 
     def share(self, table: np.ndarray) -> np.ndarray:
         """The share of a table's seconds that can be hidden."""
