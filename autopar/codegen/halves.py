@@ -68,14 +68,12 @@ def split(
     regathered: Iterable[fx.Node] = (),
     recomputed: Recomputed = NOTHING,
     once: Collection[str] = (),
-    kept: Collection[str] = (),
 ) -> Joint:
     """Split the joint graph: forward makes the outputs, backward the gradients, and what crosses is saved.
 
     Two kinds of values do not cross, and are made again in backward: what collectives, casts, copies and views alone
     make of a regathered parameter, and the results of the `recomputed` ops of the local program. Copies count because
-    only some ranks may need one: an uneven part of a single row is contiguous also after a transpose. What the
-    conversions `kept` of the local program make crosses nevertheless.
+    only some ranks may need one: an uneven part of a single row is contiguous also after a transpose.
 
     What the nodes of the local program compute that run `once` is no part of forward: it is a graph of its own.
     """
@@ -84,8 +82,7 @@ def split(
     present = [g for g in joint.gradients if g is not None]
     backward = walks.ancestors(present) - forward
     late = _recomputed(joint, recomputed.wanted, forward) - early
-    stays = {n for n in _calls(forward) if n.meta.get(OP) in kept}
-    again = _made_again(joint, set(regathered), forward - stays) - early | late
+    again = _made_again(joint, set(regathered), forward) - early | late
     wanted = [a for n in joint.graph.nodes if n in backward and n.op == "call_function" for a in n.all_input_nodes]
     exchanged = [
         n for n in late if n.target in _SENDING or (n.target in COLLECTIVES and n.meta.get(OP) in recomputed.exchanged)

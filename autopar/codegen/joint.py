@@ -85,13 +85,12 @@ class States:
     recomputed: Recomputed = NOTHING  # values that backward makes again
     offloaded: Offloaded = EVERYTHING_STAYS  # values that wait for backward on the host
     turn: Turn = ALONE
-    kept: frozenset[str] = frozenset()  # nodes of the local program whose copies of parameters stay for backward
 
     @property
     def key(self) -> Hashable:
         """A key that is equal for equal states."""
         parameters = self.regathered, self.scattered, tuple(sorted(self.reads.items()))
-        return *parameters, self.recomputed.key, self.offloaded.key, self.turn, self.kept
+        return *parameters, self.recomputed.key, self.offloaded.key, self.turn
 
 
 PLAIN = States()
@@ -137,7 +136,7 @@ def _lower(program: LocalProgram, differentiable: Sequence[int], states: States,
     passes = [one for one in joint_passes.PASSES if states.turn.in_parts or one is not part_convolutions]
     run_passes("joint graph", passes, joint, joint_graph.verify, JointGraph.text)
     regathered = {primal for name, primal in primals.items() if name in states.regathered}
-    halves = split(joint, regathered, states.recomputed, states.turn.once, states.kept)
+    halves = split(joint, regathered, states.recomputed, states.turn.once)
     if states.turn.in_parts:
         halves = replace(halves, parts=in_two_parts(halves))
     ways = {name: primal.name for primal, names in joint.ways.items() for name in names}

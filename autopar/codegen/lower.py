@@ -26,7 +26,7 @@ from autopar.codegen.offloaded import handed_over_of, offloaded_of
 from autopar.codegen.recomputed import recomputed_of
 from autopar.codegen.records import Records
 from autopar.codegen.stage_programs import Crossing, Crossings, StagedProgram, StageProgram, in_stages
-from autopar.codegen.turn_programs import Beginning, Ending, copies_behind_ops, in_parts, lowered_ending
+from autopar.codegen.turn_programs import Beginning, Ending, in_parts, lowered_ending
 from autopar.collector import without_collections
 from autopar.graph.carried import brought_by
 from autopar.graph.graph import Graph, info, op_name, type_of
@@ -178,8 +178,7 @@ def _lowered(
     regathered = [name for name in plan.regathered if name in reads and not reads[name].stays]
     recomputed = recomputed_of(graph, plan, program, device)
     offloaded = offloaded_of(graph, plan, program, coming_of(graph, plan))
-    kept = copies_behind_ops(program, graph)
-    states = States(frozenset(regathered), plan.scattered, reads, recomputed, offloaded, kept=kept)
+    states = States(frozenset(regathered), plan.scattered, reads, recomputed, offloaded)
     if graph.turns == 1 and plan.pipeline is None:
         return Lowered(graph, plan, program, lower_jointly(program, differentiable, states, device, records), rows)
     parts = in_parts(program, graph, plan.regathered)

@@ -22,7 +22,6 @@ from autopar.codegen.local import LocalProgram
 from autopar.codegen.records import Records
 from autopar.graph import walks
 from autopar.graph.graph import Graph, Info, TensorType, info, op_name
-from autopar.graph.nodes import converted
 from autopar.ops.entry import OPS, facts_of
 from autopar.sharding.placement import Sharding
 from autopar.space.parameter_values import ParameterValues
@@ -71,7 +70,7 @@ class InParts:
 def in_parts(program: LocalProgram, graph: Graph, regathered: Collection[str]) -> InParts:
     """Cut a program behind what is made of parameters alone, and behind the totals of its turns.
 
-    Copies of `regathered` parameters are made in every turn, but for those behind an op that hands them on.
+    Copies of `regathered` parameters are made in every turn.
 
     before    w = convert(p, "all_gather@dp", ...);  s = cross_entropy(mm(x, w), t);  u = total(s);
               loss = convert(u, "all_reduce@dp", ...);  return loss
@@ -123,17 +122,6 @@ def _beginning(
     )
 
 
-def copies_behind_ops(program: LocalProgram, graph: Graph) -> frozenset[str]:
-    """Nodes of a program that convert a parameter behind an op that hands it on, such as a tied table.
-
-    Whether a parameter is gathered again is decided where it leaves its storage. These copies are made once.
-    """
-    values = ParameterValues.of(graph, "")
-    handed_on = {info(n).key for n in values.owners if values.is_handed_on(n)}
-    every = (n for n in program.fx.nodes if n.op == "call_function" and info(n).kind == "conversion")
-    return frozenset(n.name for n in every if converted(info(n).key) in handed_on)
-
-
 def _made_once(program: LocalProgram, graph: Graph, regathered: Collection[str]) -> set[fx.Node]:
     """The nodes whose results no turn changes: copies that stay, and values computed of parameters alone."""
     values = ParameterValues.of(graph, "")
@@ -147,15 +135,13 @@ def _made_once(program: LocalProgram, graph: Graph, regathered: Collection[str])
         return node.op == "call_function" and (info(node).kind == "conversion" or info(node).key in is_view)
 
     copies = walks.made_of_one(program.fx.nodes, stays, is_form)
-    kept = copies_behind_ops(program, graph)
     found = set[fx.Node]()
     for node in (n for n in program.fx.nodes if n.op == "call_function"):
         about = info(node)
         operands = node.all_input_nodes
         is_moved = not _shows_its_operand(node) if about.kind == "conversion" else not is_view.get(about.key, False)
         follows = about.kind in ("conversion", "part") and found.issuperset(operands)
-        is_kept = node.name in kept and is_moved
-        if about.key in computed or is_kept or follows or (node in copies and (is_moved or found.issuperset(operands))):
+        if about.key in computed or follows or (node in copies and (is_moved or found.issuperset(operands))):
             found.add(node)
     return found
 

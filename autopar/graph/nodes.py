@@ -104,11 +104,6 @@ def info(node: fx.Node) -> Info:
     return node.meta["info"]
 
 
-def converted(key: str) -> str:
-    """The name of the value that a conversion reads, by the key of the conversion; any other key itself."""
-    return key.partition(" to ")[0]
-
-
 def type_of(node: fx.Node) -> TensorType:
     return info(node).outputs[0]
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopar.graph.layers import folded, innermost_block
-from autopar.graph.nodes import converted
 from autopar.solver import staged
 from autopar.solver.lanes import Event
 from autopar.solver.limits import LIMITS
@@ -88,7 +87,7 @@ def _in_blocks(events: Sequence[Event], pause: float) -> Iterator[Event]:
     """The events, with those of one block that follow each other on a lane as one, up to a pause."""
     last: dict[str, Event] = {}
     for event in sorted(events, key=lambda event: event.begins_s):
-        place = converted(event.place).partition("/")[0]
+        place = event.place.partition(" to ")[0].partition("/")[0]
         event = event._replace(place=innermost_block(place) or event.place)
         before = last.get(event.lane)
         if before is not None:

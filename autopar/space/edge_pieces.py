@@ -13,6 +13,7 @@ from autopar.space.begun_bytes import BegunBytes
 from autopar.space.edge_passage import EdgePassage
 from autopar.space.gather_messages import GatherMessages
 from autopar.space.gradient_buckets import GradientBuckets
+from autopar.space.handed_on import regathered
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import EdgeBytes, LocalBytes, divided_by
 from autopar.space.memory import Converted, Piece, Readers, View, Viewed
@@ -156,7 +157,7 @@ class EdgePieces:
         """Add the gathered copy of a parameter, which exists ahead of its use, and its message."""
         schedule, parameter, now = self.schedule, self.owners[passage.value], passage.now
         made, sent = passage.bytes.made, passage.bytes.sent_last
-        dropped = self.wiring.sites[passage.edge.source].regathered
+        dropped = regathered(self.wiring, passage, parameter)
         # backward of a chunk follows its forward: the copy is there for all of them
         again = () if parameter in schedule.stays or info(passage.taker).chunks > 1 else dropped
         transit = schedule.gather(now, parameter)

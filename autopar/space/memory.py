@@ -168,6 +168,24 @@ class Viewed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HandedOn:
+    """A gathered copy behind an op that hands a parameter on, which is dropped where the parameter's is."""
+
+    edge: int
+    bytes: np.ndarray  # a table by [given, taken]
+    parameter: int  # the edge by which the parameter leaves its site
+    is_dropped: np.ndarray  # whether the parameter is gathered again, by `given` of that edge
+    first: int  # the times between its readers in forward and the second gather
+    last: int
+
+    def missing(self, place: Callable[[int], tuple[int, int]]) -> Iterator[tuple[float, int, int]]:
+        """Bytes, less than none, that its piece counts and no program holds, with their first and last time."""
+        amount = float(self.bytes[place(self.edge)])
+        if amount and self.is_dropped[place(self.parameter)[0]] and self.first <= self.last:
+            yield -amount, self.first, self.last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Merged:
     """The edges by which several ops read one parameter; if all gather it alike, they share one gathered copy.
 
@@ -195,6 +213,7 @@ class Memory:
     shown: ShownGradients | None = None  # gradients that lie in the memory of others
     temporaries: Temporaries | None = None  # temporary bytes of conversions
     messages: GatherMessages = field(default_factory=GatherMessages)  # messages of gathers while they are cut
+    handed_on: tuple[HandedOn, ...] = ()  # one entry per gathered copy of a parameter that an op hands on
 
     @property
     def times(self) -> int:
@@ -217,6 +236,8 @@ class Memory:
         shared: tuple[Readers | Converted | Viewed, ...] = (*self.readers, *self.converted, *self.viewed)
         for several in shared:
             yield from several.missing(place)
+        for copy in self.handed_on:
+            yield from copy.missing(place)
 
         for merged in self.merged:
             places = [place(k) for k in merged.edges]

@@ -10,6 +10,7 @@ from autopar.sharding.costs import optimizer_figures
 from autopar.space.conversion_bytes import Temporaries
 from autopar.space.edge_pieces import EdgePieces
 from autopar.space.gradient_buckets import GradientBuckets, trained_parameters
+from autopar.space.handed_on import handed_on
 from autopar.space.least_saved import least_saved
 from autopar.space.lifetimes import Clock, Lifetimes
 from autopar.space.local_bytes import LocalBytes
@@ -72,6 +73,7 @@ def memory_of(
         shown,
         temporaries,
         edges.messages,
+        tuple(handed_on(wiring, schedule, lifetimes, edges.found)),
     )
 
 
