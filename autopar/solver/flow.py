@@ -58,9 +58,9 @@ class Network:
         return found
 
     def _levels(self, source: int, sink: int) -> list[int]:
-        """The distance of each node to the sink, up to that of the source; -1 where it is longer.
+        """The distance of each node to the sink, up to that of the source; -1 of nodes farther away.
 
-        So it is where there is no room at all.
+        Nodes without a way to the sink that has room are infinitely far.
         """
         heads = self.heads
         room = self.room

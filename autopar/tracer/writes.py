@@ -120,24 +120,27 @@ def _is_that_view(recorder: Recorder, whole: Tensor, index: Any, value: Tensor) 
     values = recorder.values
     if storage_of(value) != storage_of(whole) or values.places_of(value) != values.places_of(whole):
         return False
-    is_same = is_same_view(value, _part(recorder, whole, index))
+    part = _part(recorder, whole, index)
+    is_same = part is not None and is_same_view(value, part)
     return is_same and values.has_gradient(value) == values.has_gradient(whole)
 
 
 def _is_written(recorder: Recorder, other: Tensor, whole: Tensor, index: Any) -> bool:
     """Whether a write to `whole` at an index may reach what another view of its memory shows."""
     part = _part(recorder, whole, index)
-    is_view = storage_of(part) == storage_of(whole)  # else places were looked up
-    return not is_view or overlaps(other, part) or is_same_view(other, part)
+    return part is None or overlaps(other, part) or is_same_view(other, part)
 
 
-def _part(recorder: Recorder, whole: Tensor, index: Any) -> Tensor:
-    """The tensor at an index: a look, not the model's own call."""
+def _part(recorder: Recorder, whole: Tensor, index: Any) -> Tensor | None:
+    """The view at an index, by a look that is not the model's own call; None where places are looked up."""
+    if any(x.dtype == torch.bool for x in tensors_in((index,), {})):
+        return None
     recorder.call.function = "index"
     try:
-        return whole[index]
+        part = whole[index]
     finally:
         recorder.call.function = None
+    return part if storage_of(part) == storage_of(whole) else None
 
 
 def _may_promote(made: Any, arguments: dict[str, Any], target: Tensor) -> bool:
