@@ -216,14 +216,18 @@ def _last_of(
 
     With the axes `beside` them where data alone has not so many.
     """
+    able: dict[int, tuple[int, ...]] = {}  # number of parts -> the axes
     for also in ((), tuple(beside)):
         for first in range(len(axes), -1, -1):
-            if math.prod(mesh.shape[a] for a in (*axes[first:], *also)) == parts:
-                return (*axes[first:], *also)
-    raise BadPreset(
-        f"parallel divides {what} into {parts}, and the last axes of data of mesh {mesh} have not so many devices",
-        advice=f"mesh=(..., {parts}), whose other axes carry data and the tensor mode",
-    )
+            taken = (*axes[first:], *also)
+            able.setdefault(math.prod(mesh.shape[a] for a in taken), taken)
+    if parts not in able:
+        raise BadPreset(
+            f"parallel divides {what} into {parts}, and the last axes of data of mesh {mesh} have not so many devices",
+            seen=f"numbers that are served on this mesh: {', '.join(map(str, sorted(able)))}",
+            advice=f"one of these, or mesh=(..., {parts}), whose other axes carry data and the tensor mode",
+        )
+    return able[parts]
 
 
 def _along_the_sequence(parallel: Any, tensor: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -305,7 +309,7 @@ def _parts(parallel: Any, mesh: DeviceMesh) -> list[Mapping[str, Any]]:
     if not isinstance(parallel, Mapping) or not is_number or set(parallel) - {*_WORDS, "experts"}:
         raise BadPreset(
             f"parallel={parallel!r} is neither a preset's name nor a dictionary of data, context, tensor and experts",
-            advice='parallel="zero3", or parallel=dict(tensor=dict(size=4, mode="megatron"), data=2, context=2)',
+            advice='parallel="zero3", or dict(tensor=dict(size=4, mode="megatron"), data=2, context=2, experts=2)',
         )
     parallel = {key: value for key, value in parallel.items() if key != "experts"}
     if not parallel and experts == 1:

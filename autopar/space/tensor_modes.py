@@ -229,7 +229,11 @@ def by_experts(graph: Graph, mesh: DeviceMesh, axes: Sequence[int]) -> dict[str,
             k: Any = node.kwargs
             experts = type_of(k["up"]).shape[0]
             if not every_part_holds_something(experts, [mesh.shape[a] for a in axes]):
-                raise BadPreset(f"{parts} devices cannot share {experts} experts", at=info(node).source)
+                raise BadPreset(
+                    f"{parts} devices cannot share {experts} experts",
+                    at=info(node).source,
+                    advice=f"experts={experts} or fewer: the others of the axes then have copies",
+                )
             for value in (k["up"], k["down"], k.get("up_bias"), k.get("down_bias")):
                 for name in _parameters(value):
                     found[name] = tuple(f"S(0)@{mesh.axes[a]}" for a in axes)
